@@ -1,0 +1,176 @@
+"""What is served (`ModelConfig`) and how (`EngineConfig`); both frozen, both checked when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Dtype = Literal["float32", "bfloat16"]
+KernelBackend = Literal["auto", "xla", "mosaic"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
+
+_UNSUPPORTED = {  # field of an HF config.json -> the only value this project computes correctly today
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "sliding_window": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama-family decoder, in the field names of Hugging Face's `config.json`.
+
+    `rope_scaling` is HF's dictionary (`{"rope_type": "llama3", "factor": 8.0, ...}`) or None.
+    `eos_token_ids` may be empty where the model names none (the tokenizer then decides).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    model_type: str = "llama"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position_embeddings",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model config: {name} must be at least 1, got {getattr(self, name)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model config: num_key_value_heads {self.num_key_value_heads} must divide "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model config: head_dim must be even for RoPE, got {self.head_dim}")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """The shape described by a parsed HF `config.json` (transformers 4 and 5 spellings of RoPE).
+
+        Raises ValueError naming the field where the file asks for something this model does not compute.
+        """
+        model_type = config.get("model_type", "llama")
+        if model_type != "llama":
+            raise ValueError(f"model_type '{model_type}' is not supported; supported: 'llama'")
+        for field, supported in _UNSUPPORTED.items():
+            if config.get(field, supported) != supported:
+                raise ValueError(
+                    f"config.json: {field}={config[field]!r} is not supported (only {supported!r} is)"
+                )
+        missing = [
+            f
+            for f in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+            if f not in config
+        ]
+        if missing:
+            raise ValueError(f"config.json: missing {', '.join(missing)}")
+        heads = int(config["num_attention_heads"])
+        rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        eos = config.get("eos_token_id")
+        return cls(
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=int(config["hidden_size"]),
+            num_hidden_layers=int(config["num_hidden_layers"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            intermediate_size=int(config["intermediate_size"]),
+            max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=None if rope_type == "default" else rope,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            model_type=model_type,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` dictionary that `from_hf` reads back to an equal ModelConfig."""
+        out = dataclasses.asdict(self)
+        out["eos_token_id"] = list(out.pop("eos_token_ids")) or None
+        out["architectures"] = ["LlamaForCausalLM"]
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs. Every field has a default that works; a wrong value raises ValueError with the fix.
+
+    Sizes are in tokens, pages or bytes as their names say. `None` means: chosen from the model and the device.
+    """
+
+    dtype: Dtype = "bfloat16"  # of weights, KV cache and adapters; logits and sampling are float32
+    max_batch_size: int = 32  # sequences that may run at once
+    max_model_len: int | None = None  # prompt + output tokens of one sequence; None: the model's own limit
+    max_step_tokens: int = 512  # tokens (decodes and prefill chunks) in one step
+    prefill_chunk_tokens: int | None = None  # longest chunk of one prompt in a step; None: what the step has left
+    page_tokens: int = 16  # tokens of KV in one page
+    num_pages: int | None = None  # pages in the pool; None: from pool_bytes
+    pool_bytes: int | None = None  # bytes of the pool; None: what `memory_fraction` of the device leaves
+    memory_fraction: float = 0.85  # share of an accelerator's memory for weights + pool
+    max_lora_rank: int = 256
+    tensor_parallel_size: int = 1
+    kernel_backend: KernelBackend = "auto"
+    load_format: LoadFormat = "auto"
+    seed: int = 0  # of requests that name none, and of dummy weights
+    max_logprobs: int = 20  # most alternatives a request may ask for
+    record_logits: bool = False  # keep every sampled position's logits in the outputs (research; slow)
+    compile_cache_dir: str | None = None  # None: $XDG_CACHE_HOME/slora-jax/xla; "" turns it off
+    warmup: bool = False  # compile the usual shapes before the first request
+
+    def __post_init__(self) -> None:
+        positive = ("max_batch_size", "max_step_tokens", "page_tokens", "max_lora_rank", "tensor_parallel_size")
+        for name in positive:
+            _check(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_model_len", "prefill_chunk_tokens", "pool_bytes"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
+        _check(
+            self.num_pages is None or self.num_pages >= 2,
+            f"num_pages must be at least 2 (page 0 is reserved), got {self.num_pages}",
+        )
+        _check(0 < self.memory_fraction <= 1, f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
+        _check(self.dtype in ("float32", "bfloat16"), f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
+        _check(
+            self.kernel_backend in ("auto", "xla", "mosaic"),
+            f"kernel_backend must be 'auto', 'xla' or 'mosaic', got {self.kernel_backend!r}",
+        )
+        _check(
+            self.load_format in ("auto", "safetensors", "gguf", "orbax", "dummy"),
+            f"load_format must be auto, safetensors, gguf, orbax or dummy, got {self.load_format!r}",
+        )
+        _check(self.max_lora_rank <= 256, f"max_lora_rank may be at most 256, got {self.max_lora_rank}")
+        _check(self.max_logprobs >= 0, f"max_logprobs must not be negative, got {self.max_logprobs}")
+        _check(
+            self.max_step_tokens >= self.max_batch_size,
+            f"max_step_tokens {self.max_step_tokens} must be at least max_batch_size {self.max_batch_size}: "
+            "every running sequence decodes one token a step",
+        )
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(f"EngineConfig: {message}")

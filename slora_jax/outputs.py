@@ -1,0 +1,150 @@
+"""What a request gives back: a `StreamEvent` for every piece, a `RequestOutput` at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-softmax of the model's own logits at one position.
+
+    `logprob` and `rank` (1: the most likely) are the chosen token's; `top` maps the most likely tokens, best first.
+    """
+
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
+@dataclasses.dataclass
+class RequestMetrics:
+    """Times of one request in seconds of `time.monotonic()`, None until they happen; counts in tokens."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamEvent:
+    """New output of one sequence. Concatenating `text` (or `token_ids`) over events gives the whole.
+
+    `prompt_index` is the position in the list given to `generate` or `stream` (0 for `add_request`);
+    `index` numbers the `n` sequences of a request. The last event of a sequence, and only it, has a
+    `finish_reason`; `stop_reason` is then the stop string or token id that matched, `error` the message of an "error".
+    """
+
+    request_id: str
+    prompt_index: int
+    index: int
+    adapter_id: str | None
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None  # on the last event
+    logits: np.ndarray | None = None  # float32[n_tokens, vocab] with EngineConfig.record_logits
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One of the `n` sequences of a request, whole."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    logits: np.ndarray | None = None  # float32[n_tokens, vocab]
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """A finished request. `text`, `token_ids`, ... are those of its first sequence; `outputs` has all `n`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    adapter_id: str | None
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def logits(self) -> np.ndarray | None:
+        return self.outputs[0].logits
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterInfo:
+    """A registered adapter. `state` is "registered" (host memory only), "resident" or "draining"."""
+
+    name: str
+    path: str
+    generation: int
+    state: Literal["registered", "resident", "draining"]
+    rank: int  # largest over modules
+    target_modules: tuple[str, ...]
+    pages: int  # pages it takes (or would take) in the pool
+    host_bytes: int
+    running: int  # requests that hold a reference
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of the engine, for metrics and the demo. Counters only grow; the rest are of now."""
+
+    num_running: int
+    num_waiting: int
+    pages_total: int  # without the reserved null page
+    pages_kv: int
+    pages_adapter: int
+    pages_free: int
+    adapters_registered: int
+    adapters_resident: int
+    adapter_loads: int  # counter: copies into the pool
+    adapter_evictions: int  # counter
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
+    steps: int  # counter
+    prompt_tokens: int  # counter: prompt tokens computed, recomputation included
+    output_tokens: int  # counter
+    preemptions: int  # counter
+    requests_finished: int  # counter
+    requests_aborted: int  # counter
+    requests_failed: int  # counter
+    last_step_seconds: float
+    last_step_tokens: int

@@ -1,0 +1,74 @@
+"""`SamplingParams`: what a request asks of the sampler, in vLLM's and OpenAI's names and with their limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+MAX_LOGIT_BIAS = 1024  # entries of one request; OpenAI allows 300
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How tokens of one request are drawn and when it ends. `temperature=0` is greedy.
+
+    Order on the logits: logit_bias and min_tokens, then penalties, temperature, min_p, top_k, top_p. `seed`
+    fixes the output of a request whatever else is in the batch. `stop` strings end a request before the text that matches
+    (kept with `include_stop_str_in_output`). `logprobs=k` returns the k most likely tokens of each step,
+    with the log-softmax of the model's own logits. Raises ValueError for values out of range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16  # None: up to the model's length
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids or ()))
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        bias = {int(t): float(b) for t, b in dict(self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", bias)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        for name, ok, want in (
+            ("n", self.n >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", self.min_tokens >= 0, "not negative"),
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a number not below 0"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "not negative"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
+        ):
+            if not ok:
+                raise ValueError(f"{name} must be {want}, got {getattr(self, name)}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} must not be above max_tokens {self.max_tokens}")
+        if any(s == "" for s in self.stop):
+            raise ValueError("stop must not hold an empty string")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}")
+        for token, bias in self.logit_bias.items():
+            if math.isnan(bias):
+                raise ValueError(f"logit_bias of token {token} must be a number, got {bias}")

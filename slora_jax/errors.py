@@ -1,0 +1,17 @@
+"""The errors a caller may want to tell apart; each message names what, where and the fix."""
+
+
+class CheckpointError(ValueError):
+    """A model that cannot be loaded: file, tensor or field, and why."""
+
+
+class AdapterError(ValueError):
+    """An adapter folder that is refused: file, key or field, and why. Nothing of it was registered."""
+
+
+class AdapterExistsError(ValueError):
+    """An adapter of this name is registered already; unload it first or load with `replace=True`."""
+
+
+class UnknownAdapterError(LookupError):
+    """No adapter of this name is registered."""

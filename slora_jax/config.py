@@ -79,7 +79,13 @@ class ModelConfig:
                 )
         missing = [
             f
-            for f in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+            for f in (
+                "vocab_size",
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "intermediate_size",
+            )
             if f not in config
         ]
         if missing:
@@ -115,34 +121,61 @@ class ModelConfig:
         return out
 
 
+def _option[T](default: T, help: str) -> T:
+    """A dataclass field that carries its own description, which `--help` shows."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """How an engine runs. Every field has a default that works; a wrong value raises ValueError with the fix.
 
-    Sizes are in tokens, pages or bytes as their names say. `None` means: chosen from the model and the device.
+    Sizes are in tokens, pages or bytes as their names say; None means chosen from the model and the device.
     """
 
-    dtype: Dtype = "bfloat16"  # of weights, KV cache and adapters; logits and sampling are float32
-    max_batch_size: int = 32  # sequences that may run at once
-    max_model_len: int | None = None  # prompt + output tokens of one sequence; None: the model's own limit
-    max_step_tokens: int = 512  # tokens (decodes and prefill chunks) in one step
-    prefill_chunk_tokens: int | None = None  # longest chunk of one prompt in a step; None: what the step has left
-    page_tokens: int = 16  # tokens of KV in one page
-    num_pages: int | None = None  # pages in the pool; None: from pool_bytes
-    pool_bytes: int | None = None  # bytes of the pool; None: what `memory_fraction` of the device leaves
-    memory_fraction: float = 0.85  # share of an accelerator's memory for weights + pool
-    max_lora_rank: int = 256
-    tensor_parallel_size: int = 1
-    kernel_backend: KernelBackend = "auto"
-    load_format: LoadFormat = "auto"
-    seed: int = 0  # of requests that name none, and of dummy weights
-    max_logprobs: int = 20  # most alternatives a request may ask for
-    record_logits: bool = False  # keep every sampled position's logits in the outputs (research; slow)
-    compile_cache_dir: str | None = None  # None: $XDG_CACHE_HOME/slora-jax/xla; "" turns it off
-    warmup: bool = False  # compile the usual shapes before the first request
+    dtype: Dtype = _option(
+        "bfloat16", "number type of weights, KV cache and adapters; logits and sampling are float32"
+    )
+    max_batch_size: int = _option(32, "sequences that may run at once")
+    max_model_len: int | None = _option(
+        None, "longest sequence, prompt and output together, in tokens; None: the model's own limit"
+    )
+    max_step_tokens: int = _option(512, "most tokens in one step, decodes and prefill chunks together")
+    prefill_chunk_tokens: int | None = _option(
+        None, "longest chunk of one prompt in a step, in tokens; None: what the step has left"
+    )
+    page_tokens: int = _option(16, "tokens of KV in one page")
+    num_pages: int | None = _option(None, "pages in the pool; None: from pool_bytes")
+    pool_bytes: int | None = _option(
+        None, "bytes of the pool; None: what memory_fraction of the device leaves"
+    )
+    memory_fraction: float = _option(0.85, "share of an accelerator's memory for weights and pool")
+    max_lora_rank: int = _option(256, "highest rank that an adapter may have")
+    tensor_parallel_size: int = _option(1, "devices that share the model")
+    kernel_backend: KernelBackend = _option(
+        "auto", "kernels to run: xla runs anywhere, mosaic needs a Hopper GPU or newer, auto picks"
+    )
+    load_format: LoadFormat = _option(
+        "auto", "form of the checkpoint; auto tells from the files, dummy makes random weights"
+    )
+    seed: int = _option(0, "seed of requests that name none, and of dummy weights")
+    max_logprobs: int = _option(20, "most alternatives that a request may ask logprobs for")
+    record_logits: bool = _option(
+        False, "keep every sampled position's logits in the outputs (research; slow)"
+    )
+    compile_cache_dir: str | None = _option(
+        None, "folder of compiled steps; None: $XDG_CACHE_HOME/slora-jax/xla; '' keeps none"
+    )
+    warmup: bool = _option(False, "compile the usual shapes before the first request")
 
     def __post_init__(self) -> None:
-        positive = ("max_batch_size", "max_step_tokens", "page_tokens", "max_lora_rank", "tensor_parallel_size")
+        positive = (
+            "max_batch_size",
+            "max_step_tokens",
+            "page_tokens",
+            "max_lora_rank",
+            "tensor_parallel_size",
+        )
         for name in positive:
             _check(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_model_len", "prefill_chunk_tokens", "pool_bytes"):
@@ -152,8 +185,13 @@ class EngineConfig:
             self.num_pages is None or self.num_pages >= 2,
             f"num_pages must be at least 2 (page 0 is reserved), got {self.num_pages}",
         )
-        _check(0 < self.memory_fraction <= 1, f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
-        _check(self.dtype in ("float32", "bfloat16"), f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
+        _check(
+            0 < self.memory_fraction <= 1, f"memory_fraction must be in (0, 1], got {self.memory_fraction}"
+        )
+        _check(
+            self.dtype in ("float32", "bfloat16"),
+            f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}",
+        )
         _check(
             self.kernel_backend in ("auto", "xla", "mosaic"),
             f"kernel_backend must be 'auto', 'xla' or 'mosaic', got {self.kernel_backend!r}",

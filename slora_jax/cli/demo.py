@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             tally.add(event, engine.stats())
             screen.footer = tally.line()
     for line in tally.summary(engine):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return int(any(row.error for row in rows))
 
 
@@ -127,9 +127,8 @@ class _Tally:
     def summary(self, engine: Engine) -> Sequence[str]:
         seconds = self.finished - self.started
         stats, peak = engine.stats(), self.peak or engine.stats()
-        resident = [
-            f"{a.name} (rank {a.rank}, {a.pages} pages)" for a in engine.adapters() if a.state == "resident"
-        ]
+        resident = [info for info in engine.adapters() if info.state == "resident"]
+        names = max((len(info.name) for info in resident), default=0)
         first = self.first_token_seconds or [0.0]
         running = list(self.running.values()) or [0]
         return [
@@ -140,5 +139,10 @@ class _Tally:
             f"{stats.steps} steps, {stats.preemptions} preemptions",
             f"pool      {peak.pages_total} pages of {engine.config.page_tokens} tokens; at the fullest "
             f"{peak.pages_kv} held KV, {peak.pages_adapter} adapters, {peak.pages_free} were free",
-            f"adapters  {len(resident)} of {stats.adapters_registered} resident: {', '.join(resident)}",
+            f"adapters  {len(resident)} of {stats.adapters_registered} resident in the pool:",
+            *(
+                f"          {a.name:{names}}  rank {a.rank:<3} {a.pages:>3} pages  "
+                f"{' '.join(m.removesuffix('_proj') for m in a.target_modules)}"
+                for a in resident
+            ),
         ]

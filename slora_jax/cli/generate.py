@@ -181,8 +181,8 @@ def chat_prompt(engine: Engine, prompt: Prompt) -> Prompt:
         return prompt
     if engine.tokenizer is None:
         raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
-    token_ids: list[int] = engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    return token_ids
+    text = engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    return engine.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _stream(

@@ -130,14 +130,18 @@ class BatchScreen:
 
     def _growing(self) -> RenderableType:
         prompts = len({row.prompt for row in self._rows})
-        lines = (self._console.height - 2 - 2 * prompts) // max(1, len(self._rows))
+        lines = (self._console.height - 2 - prompts) // max(1, len(self._rows)) - self._stacked
         return Group(
             self._table(max(1, lines)), Text(self.footer, style="dim", no_wrap=True, overflow="ellipsis")
         )
 
+    @property
+    def _stacked(self) -> bool:
+        return self._console.width < _STACKED_BELOW
+
     def _table(self, max_lines: int | None) -> RenderableType:
         """All rows; with `max_lines`, the last so many lines of each answer."""
-        stacked = self._console.width < _STACKED_BELOW
+        stacked = self._stacked
         labels = max((len(row.label) for row in self._rows), default=0)
         width = max(10, self._console.width - (0 if stacked else labels + 2))
         blocks: list[RenderableType] = []

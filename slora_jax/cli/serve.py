@@ -1,0 +1,88 @@
+"""`slora-jax serve`: the OpenAI-compatible HTTP server. The one module below the server that knows of it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from slora_jax.cli.flags import add_flags, from_flags, unique_adapters
+from slora_jax.cli.generate import add_model_arguments
+from slora_jax.cli.screen import LoadProgress
+from slora_jax.config import EngineConfig
+
+if TYPE_CHECKING:
+    from slora_jax.engine import Engine
+
+SERVER_HELP: Mapping[str, str] = {  # a field of ServerConfig -> its help text
+    "served_model_name": "name of the base in requests; None: that of MODEL",
+    "api_key": "key that clients must send; None: $SLORA_API_KEY, else everybody may ask",
+    "admin_routes": "offer the routes that load and unload adapters",
+    "admin_api_key": "key of those routes; None: $SLORA_ADMIN_API_KEY",
+    "adapter_root": "load adapters from folders in this one only; relative paths start there",
+    "max_body_bytes": "largest request",
+    "max_sequences_per_request": "most prompts times n in one request",
+    "drain_seconds": "how long running requests may go on after SIGTERM",
+}
+
+_EXAMPLES = """example:
+  slora-jax serve ./Llama-3.2-1B-Instruct --adapters sql=./sql pirate=./pirate --port 8000
+  curl localhost:8000/v1/completions -H 'content-type: application/json' \\
+      -d '{"model": "pirate", "prompt": "Hello!"}'"""
+
+
+def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    from slora_jax.server.config import ServerConfig
+
+    parser = commands.add_parser(
+        "serve",
+        usage="slora-jax serve MODEL [--adapters NAME=PATH ...] [options]",
+        help="answer OpenAI's API over HTTP, an adapter chosen by `model`",
+        description="Serve the base model and its adapters behind OpenAI's HTTP API. A request's `model` names\n"
+        "the adapter. Adapters can be loaded and unloaded while it runs.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[common],
+    )
+    parser.set_defaults(run=run)
+    add_model_arguments(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", metavar="NAME", help="address to listen at (%(default)s)"
+    )
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (%(default)s)")
+    group.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)"
+    )
+    add_flags(group, ServerConfig, SERVER_HELP)
+    add_flags(parser.add_argument_group("engine"), EngineConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    from slora_jax.server.config import ServerConfig
+    from slora_jax.server.serve import run_server
+
+    server_config, engine_config = from_flags(ServerConfig, args), from_flags(EngineConfig, args)
+    server_config = dataclasses.replace(
+        server_config,
+        api_key=server_config.api_key or os.environ.get("SLORA_API_KEY"),
+        admin_api_key=server_config.admin_api_key or os.environ.get("SLORA_ADMIN_API_KEY"),
+    )
+    adapters = unique_adapters(args.adapters)
+
+    def load_engine() -> Engine:
+        from slora_jax.engine import Engine
+
+        with LoadProgress(Console(stderr=True)) as progress:
+            return Engine.from_pretrained(
+                args.model, adapters, engine_config, tokenizer=args.tokenizer, progress=progress
+            )
+
+    run_server(load_engine, args.host, args.port, server_config, log_level=args.log_level)
+    return 0

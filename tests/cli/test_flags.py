@@ -1,0 +1,120 @@
+"""Flags agree with the dataclasses that they are made from."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import pytest
+
+from slora_jax.cli.flags import (
+    SAMPLING_HELP,
+    SAMPLING_SKIP,
+    add_flags,
+    from_flags,
+    name_and_path,
+    unique_adapters,
+)
+from slora_jax.config import EngineConfig
+from slora_jax.sampling_params import SamplingParams
+
+
+def _parser(cls: type[Any], **options: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, cls, **options)
+    return parser
+
+
+def _sampling_parser() -> argparse.ArgumentParser:
+    return _parser(SamplingParams, help_texts=SAMPLING_HELP, skip=SAMPLING_SKIP)
+
+
+def test_no_flags_give_the_default_configuration() -> None:
+    assert from_flags(EngineConfig, _parser(EngineConfig).parse_args([])) == EngineConfig()
+    args = _sampling_parser().parse_args([])
+    assert from_flags(SamplingParams, args, SAMPLING_SKIP) == SamplingParams()
+
+
+def test_every_field_has_a_flag_and_a_help_text() -> None:
+    for parser, cls, skip in (
+        (_parser(EngineConfig), EngineConfig, ()),
+        (_sampling_parser(), SamplingParams, SAMPLING_SKIP),
+    ):
+        actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+        assert sorted(actions) == sorted(f.name for f in dataclasses.fields(cls) if f.name not in skip)
+        assert all(action.help for action in actions.values())
+        parser.format_help()
+    assert set(SAMPLING_HELP) == {f.name for f in dataclasses.fields(SamplingParams)} - {*SAMPLING_SKIP}
+
+
+def test_engine_flags_reach_their_fields() -> None:
+    flags = "--dtype float32 --max-batch-size 4 --num-pages 64 --pool-bytes 1.5G --memory-fraction 0.5 "
+    flags += "--kernel-backend xla --warmup --no-record-logits --compile-cache-dir /tmp/c --seed 7"
+    config = from_flags(EngineConfig, _parser(EngineConfig).parse_args(flags.split()))
+    assert config == EngineConfig(
+        dtype="float32",
+        max_batch_size=4,
+        num_pages=64,
+        pool_bytes=3 << 29,
+        memory_fraction=0.5,
+        kernel_backend="xla",
+        warmup=True,
+        compile_cache_dir="/tmp/c",
+        seed=7,
+    )
+
+
+def test_sampling_flags_reach_their_fields() -> None:
+    flags = [
+        "--temperature",
+        "0",
+        "--stop",
+        "a b",
+        "--stop",
+        "\n",
+        "--stop-token-ids",
+        "5",
+        "--logit-bias",
+        "3=-1.5",
+    ]
+    params = from_flags(
+        SamplingParams, _sampling_parser().parse_args([*flags, "--ignore-eos"]), SAMPLING_SKIP
+    )
+    assert params == SamplingParams(
+        temperature=0, stop=("a b", "\n"), stop_token_ids=(5,), logit_bias={3: -1.5}, ignore_eos=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-batch-size", "many"], "invalid int value"),
+        (["--dtype", "float8"], "invalid choice"),
+        (["--pool-bytes", "lots"], "expected bytes such as"),
+    ],
+)
+def test_a_malformed_value_names_its_flag(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _parser(EngineConfig).parse_args(flags)
+    error = capsys.readouterr().err
+    assert flags[0] in error
+    assert message in error
+
+
+def test_a_commands_own_defaults_show_in_its_help() -> None:
+    parser = _parser(EngineConfig, defaults={"max_model_len": 77})
+    assert parser.parse_args([]).max_model_len == 77
+    assert "(77)" in parser.format_help()
+
+
+def test_adapters_are_names_and_paths() -> None:
+    assert name_and_path("sql=/a=b") == ("sql", "/a=b")
+    assert unique_adapters([("a", "x"), ("b", "y")]) == {"a": "x", "b": "y"}
+    with pytest.raises(ValueError, match="adapter 'a' is given twice"):
+        unique_adapters([("a", "x"), ("a", "y")])
+    for text in ("sql", "=path", "sql="):
+        with pytest.raises(argparse.ArgumentTypeError, match="NAME=PATH"):
+            name_and_path(text)

@@ -1,0 +1,103 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's words."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from slora_jax.errors import AdapterExistsError, UnknownAdapterError
+from slora_jax.server.context import ServerContext, read_body
+from slora_jax.server.errors import ApiError, bad_request
+from slora_jax.server.schemas import LoadLoraRequest, UnloadLoraRequest
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")  # no comma: metrics join names by it
+
+
+async def load_lora_adapter(request: Request) -> Response:
+    """Read, check and register an adapter; with `load_inplace` it replaces one of the same name."""
+    context = ServerContext.of(request)
+    body = await read_body(request, LoadLoraRequest)
+    name = body.lora_name
+    if not name or not body.lora_path:
+        raise ApiError(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
+    _check_name(name, context.base_name)
+    if not body.load_inplace and any(info.name == name for info in context.engine.known_adapters):
+        raise _already_loaded(name)  # before its files are read; the engine has the last word
+    path = _adapter_path(body.lora_path, context.config.adapter_root)
+    try:
+        info = await context.engine.load_adapter(name, path, replace=body.load_inplace)
+    except AdapterExistsError as error:
+        raise _already_loaded(name) from error
+    except FileNotFoundError as error:
+        raise ApiError(
+            404, "NotFoundError", f"No adapter found for {body.lora_path}: {error}", "lora_path"
+        ) from error
+    except OSError as error:
+        raise bad_request(f"cannot read {body.lora_path}: {error.strerror or error}", "lora_path") from error
+    except ValueError as error:  # AdapterError among them: why it was refused
+        raise bad_request(str(error), "lora_path") from error
+    logger.info("loaded adapter '%s' (generation %d) from %s", name, info.generation, path)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_lora_adapter(request: Request) -> Response:
+    """Unregister an adapter; requests that run on it finish."""
+    context = ServerContext.of(request)
+    body = await read_body(request, UnloadLoraRequest)
+    if not body.lora_name:
+        raise ApiError(400, "InvalidUserInput", "'lora_name' needs to be provided.", "lora_name")
+    try:
+        await context.engine.unload_adapter(body.lora_name)
+    except UnknownAdapterError as error:
+        message = f"The lora adapter '{body.lora_name}' cannot be found."
+        raise ApiError(404, "NotFoundError", message, "lora_name") from error
+    logger.info("unloaded adapter '%s'", body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _already_loaded(name: str) -> ApiError:
+    return ApiError(
+        400,
+        "InvalidUserInput",
+        f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
+        "set 'load_inplace' to True.",
+        "lora_name",
+    )
+
+
+def _check_name(name: str, base_name: str) -> None:
+    if not _NAME.fullmatch(name):
+        message = "lora_name must be 1 to 128 letters, digits and . _ : / -, and begin with a letter or digit"
+        raise ApiError(400, "InvalidUserInput", message, "lora_name")
+    if name == base_name:
+        message = f"'{name}' is the name of the base model; choose another name for the adapter"
+        raise ApiError(400, "InvalidUserInput", message, "lora_name")
+
+
+def _adapter_path(given: str, root: object) -> Path:
+    """The folder to read. With a root: it and every file in it, symlinks resolved, must lie inside (else
+    ApiError).
+    """
+    if "\0" in given:
+        raise bad_request("lora_path must not hold a NUL character", "lora_path")
+    if root is None:
+        return Path(given)
+    assert isinstance(root, Path)
+    try:
+        path = (root / given).resolve()
+        inside = path.is_relative_to(root)
+        if inside and path.is_dir():
+            inside = all(entry.resolve().is_relative_to(root) for entry in path.iterdir())
+    except (OSError, RuntimeError) as error:  # a loop of symlinks, a name too long, no permission
+        raise bad_request(f"lora_path '{given}' cannot be resolved", "lora_path") from error
+    if not inside:
+        raise bad_request(
+            f"lora_path '{given}' is outside the folder that adapters may be loaded from", "lora_path"
+        )
+    return path

@@ -1,0 +1,201 @@
+"""`create_app`: the HTTP surface over an `AsyncEngine`, in OpenAI's and vLLM's conventions."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import importlib.metadata
+import logging
+from collections.abc import AsyncIterator
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from slora_jax.outputs import AdapterInfo
+from slora_jax.server import errors
+from slora_jax.server.admin import load_lora_adapter, unload_lora_adapter
+from slora_jax.server.async_engine import AsyncEngine
+from slora_jax.server.chat import chat_completions
+from slora_jax.server.completions import completions
+from slora_jax.server.config import ServerConfig
+from slora_jax.server.context import ServerContext, read_body
+from slora_jax.server.errors import ApiError, EngineDeadError, ShuttingDownError
+from slora_jax.server.metrics import ServerMetrics
+from slora_jax.server.schemas import (
+    Detokenized,
+    DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    Tokens,
+)
+
+logger = logging.getLogger(__name__)
+
+_ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # probes and scrapers carry no key
+
+
+def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starlette:
+    """An ASGI application; its lifespan starts the engine and drains it. `engine` must not have been started.
+
+    The engine's latencies go to the application's own metrics registry (`app.state.context.metrics`).
+    """
+    config = config or ServerConfig()
+    metrics = ServerMetrics(config.served_model_name or engine.model_name)
+    metrics.watch(engine)
+    engine.observer = metrics
+    context = ServerContext(engine, config, metrics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await engine.shutdown(config.drain_seconds)
+
+    routes: list[BaseRoute] = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version),
+        Route("/metrics", metrics_page),
+    ]
+    if config.admin_routes:
+        routes.append(Route(_ADMIN_PATHS[0], load_lora_adapter, methods=["POST"]))
+        routes.append(Route(_ADMIN_PATHS[1], unload_lora_adapter, methods=["POST"]))
+    known = (ApiError, ValidationError, HTTPException, EngineDeadError, ShuttingDownError, ClientDisconnect)
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={kind: errors.handle for kind in (*known, Exception)},
+        middleware=[Middleware(ApiKeys, config=config)],
+    )
+    app.state.context = context
+    return app
+
+
+class ApiKeys:
+    """Answers 401 or 403 to requests without the key of their route (`ServerConfig.api_key`,
+    `.admin_api_key`).
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refusal(Request(scope))):
+            response = await errors.handle(Request(scope), error)
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, request: Request) -> ApiError | None:
+        path = request.url.path
+        admin = path in _ADMIN_PATHS
+        key = self._config.admin_api_key if admin else self._config.api_key
+        if admin and key is None and self._config.api_key is not None:
+            message = (
+                "adapters cannot be managed with the ordinary API key: start the server with an admin API key"
+            )
+            return ApiError(403, "PermissionDeniedError", message)
+        if key is None or path in _OPEN_PATHS:
+            return None
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), key.encode()):
+            return None
+        message = f"missing or wrong {'admin ' if admin else ''}API key: send 'Authorization: Bearer KEY'"
+        return ApiError(401, "AuthenticationError", message)
+
+
+def _json(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")
+
+
+def _card(context: ServerContext, info: AdapterInfo | None) -> ModelCard:
+    limit = context.engine.max_model_len
+    if info is None:
+        return ModelCard(
+            id=context.base_name, root=context.engine.model_name, parent=None, max_model_len=limit
+        )
+    return ModelCard(id=info.name, root=info.path, parent=context.base_name, max_model_len=limit)
+
+
+async def models(request: Request) -> Response:
+    """The base, then the adapters that new requests may name."""
+    context = ServerContext.of(request)
+    cards = [_card(context, None)]
+    cards += [_card(context, info) for info in context.engine.known_adapters if info.state != "draining"]
+    return _json(ModelList(data=cards))
+
+
+async def model(request: Request) -> Response:
+    """One of them."""
+    context = ServerContext.of(request)
+    name = request.path_params["model"]
+    if name == context.base_name:
+        return _json(_card(context, None))
+    for info in context.engine.known_adapters:
+        if info.name == name and info.state != "draining":
+            return _json(_card(context, info))
+    raise context.unknown_model(name)
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of a conversation in the model's template."""
+    context = ServerContext.of(request)
+    body = await read_body(request, TokenizeRequest)
+    context.check_model(body.model)
+    if body.messages:
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        ids = await context.encode_chat(messages, body.add_generation_prompt)
+    else:
+        (ids,) = await context.encode([body.prompt or ""], body.add_special_tokens)
+    texts = [context.token_text(t) for t in ids] if body.return_token_strs else None
+    return _json(
+        Tokens(count=len(ids), max_model_len=context.engine.max_model_len, tokens=ids, token_strs=texts)
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    """Text of token ids, special tokens included."""
+    context = ServerContext.of(request)
+    body = await read_body(request, DetokenizeRequest)
+    context.check_model(body.model)
+    if bad := [t for t in body.tokens if t >= context.tokenizer.vocab_size]:
+        raise errors.bad_request(f"token id {bad[0]} is outside the vocabulary", "tokens")
+    return _json(Detokenized(prompt=context.tokenizer.decode(body.tokens, False)))
+
+
+async def health(request: Request) -> Response:
+    """200 while the engine serves; 503 with the reason after that."""
+    engine = ServerContext.of(request).engine
+    if engine.death is not None:
+        raise EngineDeadError(engine.death)
+    if not engine.accepting:
+        raise ShuttingDownError("the server is shutting down")
+    return Response()
+
+
+async def version(request: Request) -> Response:
+    """The version of this package."""
+    return JSONResponse({"version": importlib.metadata.version("slora-jax")})
+
+
+async def metrics_page(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(ServerContext.of(request).metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})

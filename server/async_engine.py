@@ -1,0 +1,473 @@
+"""The bridge between asyncio and the single-threaded engine.
+
+Who owns what, and which thread may touch it:
+
+- The *engine thread* (one daemon thread an `AsyncEngine`) owns the `Engine` from `start()` until it ends, and
+  `_routes`, the table request id -> who listens. No other thread calls the engine, but for `prepare_adapter`
+  (no engine state) and the tokenizer (immutable).
+- The *inbox* (`queue.SimpleQueue`) is the only way in: a command is a function to run on the engine thread
+  and a future for its result. Commands run in the order they were posted, between two steps; a blocked `get`
+  is the idle state, so posting wakes the engine. `_lock` guards only "is it closed, else put": once `_closed`
+  is set nothing can enter, and the thread fails whatever is left inside, so no caller waits for ever.
+- The *event loop* that submitted requests owns their `EventStream` and its asyncio queue. The engine thread
+  hands over the events of a step with one `loop.call_soon_threadsafe` a loop, whatever the number of tokens
+  and requests.
+- `latest_stats` and `known_adapters` are immutable snapshots; the engine thread replaces the reference,
+  anybody reads.
+
+Request ids are chosen by the submitter, hence an abort may be posted while its add is still in the inbox:
+order makes it right. A stream that is closed early (client gone, task cancelled) posts that abort; the engine
+frees its pages. If `Engine.step` raises, its device state cannot be trusted (donated buffers may be gone):
+every open request gets an "error" event, the engine is *dead*, and later submissions raise `EngineDeadError`
+at once. A queue needs no bound: a request makes at most `n * max_tokens` tokens, which the engine has
+admitted already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from slora_jax.config import EngineConfig
+from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
+from slora_jax.sampling_params import SamplingParams
+from slora_jax.server.errors import EngineDeadError, ShuttingDownError
+
+logger = logging.getLogger(__name__)
+
+_STATS_PERIOD = 0.1  # seconds between two snapshots while the engine is busy
+
+
+class ChatTokenizer(Protocol):
+    """What the server asks of `slora_jax.text.Tokenizer`; every method may be called from any thread."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str: ...
+
+
+class EngineLike(Protocol):
+    """The part of `slora_jax.Engine` that the server uses; tests put a fake in its place."""
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | None: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def config(self) -> EngineConfig: ...
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        adapter_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str: ...
+    def abort(self, request_id: str) -> list[StreamEvent]: ...
+    def step(self) -> list[StreamEvent]: ...
+    def has_unfinished(self) -> bool: ...
+    def load_adapter(self, name: str, path: Any, *, replace: bool = False) -> AdapterInfo: ...
+    def prepare_adapter(self, path: Any) -> Any: ...
+    def unload_adapter(self, name: str) -> None: ...
+    def adapters(self) -> list[AdapterInfo]: ...
+    def stats(self) -> EngineStats: ...
+
+
+class Observer(Protocol):
+    """Told of latencies; `step` on the engine thread, the others on the event loop. Times in seconds."""
+
+    def step(self, seconds: float) -> None: ...
+    def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
+    def finished(self, reason: str, latency: float) -> None: ...
+
+
+class _NullObserver:
+    def step(self, seconds: float) -> None: ...
+    def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
+    def finished(self, reason: str, latency: float) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt and how to continue it; `request_id` must be unique among unfinished requests."""
+
+    request_id: str
+    prompt: str | Sequence[int]
+    adapter_id: str | None
+    params: SamplingParams
+
+
+class EventStream:
+    """Events of a group of requests in the order they happened; read and closed on the loop that submitted
+    it.
+
+    Ends after the last event of every sequence. `close()` before that aborts what still runs.
+    """
+
+    def __init__(self, owner: AsyncEngine, requests: Iterable[GenerateRequest]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._owner = owner
+        self._started = time.monotonic()
+        self._last_time = {(r.request_id, i): self._started for r in requests for i in range(r.params.n)}
+        self._first = set(self._last_time)  # sequences without a token so far
+        self._queue: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        self._unread = len(self._last_time)  # sequences whose last event was not read
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        if not self._unread:
+            raise StopAsyncIteration
+        event = await self._queue.get()
+        self._unread -= event.finish_reason is not None
+        return event
+
+    def close(self) -> None:
+        """Abort every request of the group that has not finished. Idempotent, never blocks or raises."""
+        unfinished, self._last_time = self._last_time, {}
+        self._unread = 0
+        for request_id in dict.fromkeys(request_id for request_id, _ in unfinished):
+            self._owner._abandon(self, request_id)
+        for _ in unfinished:
+            self._owner.observer.finished("abort", time.monotonic() - self._started)
+
+    def _receive(self, now: float, events: Sequence[StreamEvent]) -> None:
+        for event in events:
+            key = (event.request_id, event.index)
+            if key not in self._last_time:
+                continue  # closed meanwhile
+            observer = self._owner.observer
+            if event.token_ids:
+                observer.tokens(len(event.token_ids), now - self._last_time[key], key in self._first)
+                self._first.discard(key)
+                self._last_time[key] = now
+            if event.finish_reason is not None:
+                del self._last_time[key]
+                observer.finished(event.finish_reason, now - self._started)
+            self._queue.put_nowait(event)
+
+
+@dataclasses.dataclass
+class _Route:
+    """Who listens to a request, and which of its sequences are open. Owned by the engine thread."""
+
+    stream: EventStream
+    adapter_id: str | None
+    open: set[int]
+
+
+class AsyncEngine:
+    """An `Engine` that coroutines of any loop may use; see the module's ownership rules.
+
+    `start()` hands the engine to its thread; `shutdown()` drains and ends it. Also an async context manager.
+    """
+
+    def __init__(self, engine: EngineLike, observer: Observer | None = None) -> None:
+        self._engine = engine
+        self.observer: Observer = observer or _NullObserver()
+        self.tokenizer = engine.tokenizer
+        self.model_name = engine.model_name
+        self.max_model_len = engine.max_model_len
+        self.config = engine.config
+        self.latest_stats = engine.stats()
+        self.known_adapters: tuple[AdapterInfo, ...] = tuple(engine.adapters())
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
+            queue.SimpleQueue()
+        )
+        self._lock = threading.Lock()
+        self._closed: EngineDeadError | ShuttingDownError | None = (
+            None  # why nothing may be posted any more; guarded by _lock
+        )
+        self._accepting = True
+        self._stopping = False  # engine thread: end when idle
+        self._routes: dict[str, _Route] = {}
+        self._stats_time = 0.0
+        self._loader = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="adapter-loader")
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve; from here on the engine belongs to its thread."""
+        self._thread.start()
+
+    async def __aenter__(self) -> AsyncEngine:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown(0)
+
+    # --- for coroutines ---
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine is dead, None while it is well (an orderly shutdown is no death)."""
+        return str(self._closed) if isinstance(self._closed, EngineDeadError) else None
+
+    @property
+    def accepting(self) -> bool:
+        """Whether new requests are taken."""
+        return self._accepting and self._closed is None
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> EventStream:
+        """Add all requests, or none; returns once the engine has accepted them.
+
+        Raises ValueError and UnknownAdapterError of `Engine.add_request`, EngineDeadError, ShuttingDownError.
+        """
+        self._check_accepting()
+        stream = EventStream(self, requests)
+        try:
+            await self._call(lambda: self._add(stream, requests))
+        except asyncio.CancelledError:
+            stream.close()  # the add may have happened, or may be about to
+            raise
+        return stream
+
+    async def generate(
+        self, prompt: str | Sequence[int], adapter_id: str | None, params: SamplingParams, request_id: str
+    ) -> AsyncIterator[StreamEvent]:
+        """Events of one request; closing or cancelling the iterator aborts it. Raises like `submit`."""
+        stream = await self.submit([GenerateRequest(request_id, prompt, adapter_id, params)])
+        try:
+            async for event in stream:
+                yield event
+        finally:
+            stream.close()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its listener gets the last events (finish_reason "abort"). Unknown id: nothing."""
+        await self._call(lambda: self._deliver(self._engine.abort(request_id)))
+
+    async def load_adapter(
+        self, name: str, path: str | os.PathLike[str], *, replace: bool = False
+    ) -> AdapterInfo:
+        """Read, check and pack in a worker thread while decoding goes on, then register on the engine thread.
+
+        Raises AdapterError, AdapterExistsError, FileNotFoundError of the engine; nothing is registered then.
+        """
+        self._check_accepting()
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(self._loader, self._engine.prepare_adapter, path)
+
+        def register() -> AdapterInfo:
+            info = self._engine.load_adapter(name, prepared, replace=replace)
+            self._publish()
+            self.known_adapters = tuple(self._engine.adapters())
+            return info
+
+        return await self._call(register)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unregister; requests in flight finish on it. Raises UnknownAdapterError."""
+
+        def unregister() -> None:
+            self._engine.unload_adapter(name)
+            self._publish()
+            self.known_adapters = tuple(self._engine.adapters())
+
+        await self._call(unregister)
+
+    async def adapters(self) -> list[AdapterInfo]:
+        """Adapters as they are now (`known_adapters` needs no wait, and its `state` and `running` are
+        old).
+        """
+        return await self._call(self._engine.adapters)
+
+    async def stats(self) -> EngineStats:
+        """Statistics as they are now (`latest_stats` needs no wait, and is at most one step or 0.1 s old)."""
+        return await self._call(self._engine.stats)
+
+    async def call[T](self, function: Callable[[EngineLike], T]) -> T:
+        """Run `function(engine)` on the engine thread between two steps; its exception is raised here."""
+        return await self._call(lambda: function(self._engine))
+
+    async def shutdown(self, drain_seconds: float, abort_seconds: float = 10.0) -> None:
+        """Take no more requests, let running ones finish for `drain_seconds`, abort the rest, end the thread.
+
+        Listeners of aborted requests get their last events. A step that outlasts `abort_seconds` more (a
+        compilation) is left to the daemon thread.
+        """
+        self._accepting = False
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        if not self._thread.is_alive():
+            with self._lock:
+                self._closed = self._closed or ShuttingDownError("the server has shut down")
+            return
+        with contextlib.suppress(EngineDeadError, ShuttingDownError):
+            self._post(self._stop)
+            await asyncio.to_thread(self._thread.join, drain_seconds)
+            self._post(self._abort_all)
+            await asyncio.to_thread(self._thread.join, abort_seconds)
+            if self._thread.is_alive():
+                logger.error(
+                    "the engine did not finish its step within %g s of the abort; leaving it", abort_seconds
+                )
+
+    def _check_accepting(self) -> None:
+        if not self._accepting:
+            raise ShuttingDownError("the server is shutting down; send the request to another replica")
+
+    async def _call[T](self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._post(function))
+
+    def _post[T](self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._lock:
+            if self._closed is not None:
+                raise type(self._closed)(*self._closed.args)  # a fresh one: tracebacks grow on a shared one
+            self._inbox.put((function, future))
+        return future
+
+    def _abandon(self, stream: EventStream, request_id: str) -> None:
+        """Abort a request of a stream that nobody reads any more. Any thread; returns at once."""
+
+        def drop() -> None:
+            route = self._routes.get(request_id)
+            if route is not None and route.stream is stream:
+                del self._routes[request_id]
+                self._engine.abort(request_id)
+
+        with contextlib.suppress(EngineDeadError, ShuttingDownError):
+            self._post(drop)
+
+    # --- on the engine thread ---
+
+    def _main(self) -> None:
+        try:
+            while self._turn():
+                pass
+            closed: EngineDeadError | ShuttingDownError = ShuttingDownError("the server has shut down")
+        except BaseException as error:  # whatever it is, nobody may be left waiting
+            logger.exception("the engine died")
+            closed = EngineDeadError(f"the engine died: {type(error).__name__}: {error}")
+        with self._lock:
+            self._closed = closed
+        self._fail_open_requests(str(closed))
+        while not self._inbox.empty():
+            _, future = self._inbox.get()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(type(closed)(*closed.args))
+
+    def _turn(self) -> bool:
+        """Commands that wait (or, when idle, the next one), then a step. False: stopped and drained."""
+        idle = not self._engine.has_unfinished()
+        if idle:
+            self._publish()
+            if self._stopping:
+                return False
+        self._run_commands(wait=idle)
+        if self._engine.has_unfinished():
+            started = time.monotonic()
+            self._deliver(self._engine.step())
+            now = time.monotonic()
+            self.observer.step(now - started)
+            if now - self._stats_time > _STATS_PERIOD:
+                self._publish()
+        return True
+
+    def _run_commands(self, wait: bool) -> None:
+        for _ in range(max(self._inbox.qsize(), wait)):  # those posted meanwhile come after the next step
+            function, future = self._inbox.get()
+            if not future.set_running_or_notify_cancel():
+                continue  # its caller was cancelled before it began
+            try:
+                result = function()
+            except BaseException as error:
+                future.set_exception(
+                    error
+                )  # the caller's to handle: a refused request is no harm to the engine
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                future.set_result(result)
+
+    def _add(self, stream: EventStream, requests: Sequence[GenerateRequest]) -> None:
+        added: list[str] = []
+        try:
+            for request in requests:
+                if request.request_id in self._routes:
+                    raise ValueError(f"request id '{request.request_id}' is in use; choose another")
+                self._engine.add_request(
+                    request.prompt, request.adapter_id, request.params, request.request_id
+                )
+                self._routes[request.request_id] = _Route(
+                    stream, request.adapter_id, set(range(request.params.n))
+                )
+                added.append(request.request_id)
+        except BaseException:
+            for request_id in added:
+                del self._routes[request_id]
+                self._engine.abort(request_id)
+            raise
+
+    def _deliver(self, events: Iterable[StreamEvent]) -> None:
+        """Hand events to their listeners with one wake-up a loop; events without a listener are dropped."""
+        now = time.monotonic()
+        batches: defaultdict[asyncio.AbstractEventLoop, defaultdict[EventStream, list[StreamEvent]]]
+        batches = defaultdict(lambda: defaultdict(list))
+        for event in events:
+            route = self._routes.get(event.request_id)
+            if route is None:
+                continue
+            if event.finish_reason is not None:
+                route.open.discard(event.index)
+                if not route.open:
+                    del self._routes[event.request_id]
+            batches[route.stream.loop][route.stream].append(event)
+        for loop, streams in batches.items():
+            try:
+                loop.call_soon_threadsafe(_receive_all, now, list(streams.items()))
+            except RuntimeError:  # that loop is closed: nobody will ever read these
+                for stream in streams:
+                    self._drop_stream(stream)
+
+    def _drop_stream(self, stream: EventStream) -> None:
+        for request_id in [r for r, route in self._routes.items() if route.stream is stream]:
+            del self._routes[request_id]
+            self._engine.abort(request_id)
+
+    def _fail_open_requests(self, message: str) -> None:
+        self._deliver(
+            [
+                StreamEvent(
+                    request_id, 0, index, route.adapter_id, "", (), finish_reason="error", error=message
+                )
+                for request_id, route in self._routes.items()
+                for index in sorted(route.open)
+            ]
+        )
+        self._routes.clear()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._routes):
+            self._deliver(self._engine.abort(request_id))
+
+    def _publish(self) -> None:
+        self.latest_stats = self._engine.stats()
+        self._stats_time = time.monotonic()
+
+
+def _receive_all(now: float, batch: list[tuple[EventStream, list[StreamEvent]]]) -> None:
+    """On the event loop: put a step's events into their streams."""
+    for stream, events in batch:
+        stream._receive(now, events)

@@ -1,0 +1,132 @@
+"""`ServerContext`: what every route needs, made once by `create_app` and kept in `app.state.context`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
+from slora_jax.server.config import ServerConfig
+from slora_jax.server.errors import ApiError, bad_request, model_not_found
+from slora_jax.server.metrics import ServerMetrics
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerContext:
+    """Shared by all requests of an application; no state of its own."""
+
+    engine: AsyncEngine
+    config: ServerConfig
+    metrics: ServerMetrics
+
+    @staticmethod
+    def of(request: Request) -> ServerContext:
+        """The context of the application that got this request."""
+        context = request.app.state.context
+        assert isinstance(context, ServerContext)
+        return context
+
+    @property
+    def base_name(self) -> str:
+        """What clients call the base model."""
+        return self.config.served_model_name or self.engine.model_name
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request's `model` names, None for the base (or no name)."""
+        return None if model in (None, self.base_name) else model
+
+    def unknown_model(self, model: str | None) -> ApiError:
+        """404: neither the base nor a loaded adapter."""
+        return model_not_found(model or self.base_name)
+
+    def check_model(self, model: str | None) -> str:
+        """The name to echo; raises ApiError 404 if it was unknown when adapters last changed."""
+        name = self.adapter_of(model)
+        if name is not None and all(info.name != name for info in self.engine.known_adapters):
+            raise self.unknown_model(model)
+        return name or self.base_name
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Raises ApiError 400 for a model without one."""
+        if self.engine.tokenizer is None:
+            raise bad_request("this model has no tokenizer: send token ids to /v1/completions")
+        return self.engine.tokenizer
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts, in a worker thread: a long text must not hold up other streams."""
+        encode = self.tokenizer.encode
+        try:
+            return await asyncio.to_thread(lambda: [encode(t, add_special_tokens) for t in texts])
+        except ValueError as error:
+            raise bad_request(str(error), "prompt") from error
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    ) -> list[int]:
+        """Token ids of a conversation in the model's template; raises ApiError 400 where the template
+        refuses.
+        """
+        tokenizer = self.tokenizer
+
+        def render() -> list[int]:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+            return tokenizer.encode(text, False)  # the template writes its own BOS
+
+        try:
+            return await asyncio.to_thread(render)
+        except ValueError as error:
+            raise bad_request(str(error), "messages") from error
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text (U+FFFD for a part of a character)."""
+        if self.engine.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.tokenizer.decode([token_id], False)
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
+        """Raise ApiError 400 naming the limit for an empty prompt or one that leaves too little room."""
+        limit = self.engine.max_model_len
+        if num_prompt_tokens == 0:
+            raise bad_request(f"{param} is empty", param)
+        if num_prompt_tokens >= limit:
+            raise bad_request(
+                f"This model's maximum context length is {limit} tokens. However, your request has "
+                f"{num_prompt_tokens} input tokens. Please reduce the length of the input {param}.",
+                param,
+            )
+        if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
+            raise bad_request(
+                f"'max_tokens' or 'max_completion_tokens' is too large: {max_tokens}. This model's maximum "
+                f"context length is {limit} tokens and your request has {num_prompt_tokens} input tokens "
+                f"({max_tokens} > {limit} - {num_prompt_tokens}).",
+                "max_tokens",
+            )
+
+
+async def read_body[B: BaseModel](request: Request, schema: type[B]) -> B:
+    """The checked JSON body. Raises ApiError: 415 (other content type), 413 (too large), 400 (pydantic's
+    reasons).
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if (
+        content_type != "application/json"
+    ):  # also keeps web pages of other origins from posting without a preflight
+        message = "Unsupported Media Type: only 'application/json' is allowed; set the Content-Type header"
+        raise ApiError(415, "UnsupportedMediaTypeError", message)
+    limit = ServerContext.of(request).config.max_body_bytes
+    too_large = ApiError(413, "RequestTooLargeError", f"the body is larger than {limit} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise too_large
+    return schema.model_validate_json(bytes(body))

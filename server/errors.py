@@ -1,0 +1,110 @@
+"""One map from exceptions to responses, in OpenAI's envelope `{"error": {message, type, param, code}}`.
+
+Types and statuses are vLLM's where it has the case. A handler raises; nothing else builds an error response.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDeadError(RuntimeError):
+    """The engine thread ended with an error; the process must be restarted."""
+
+
+class ShuttingDownError(RuntimeError):
+    """The server takes no more work."""
+
+
+class ApiError(Exception):
+    """A refusal with its HTTP status, vLLM's error type and, where one is to blame, the request's field."""
+
+    def __init__(self, status: int, type_: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.type, self.message, self.param = status, type_, message, param
+
+    def envelope(self) -> dict[str, Any]:
+        """The response body; `code` is the HTTP status, as vLLM has it."""
+        return {
+            "error": {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
+        }
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """400 BadRequestError; `param` names the field."""
+    return ApiError(400, "BadRequestError", message, param)
+
+
+def model_not_found(name: str) -> ApiError:
+    """404 in vLLM's words."""
+    return ApiError(404, "NotFoundError", f"The model `{name}` does not exist.", "model")
+
+
+_STATUS_TYPES = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception. Unforeseen ones give a bare 500: their text may hold secrets."""
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return _invalid_field(error)
+        case UnknownAdapterError():
+            return ApiError(404, "NotFoundError", _text(error))
+        case AdapterExistsError():
+            return ApiError(400, "InvalidUserInput", str(error), "lora_name")
+        case AdapterError():
+            return bad_request(str(error), "lora_path")
+        case EngineDeadError() | ShuttingDownError():
+            return ApiError(503, "ServiceUnavailableError", str(error))
+        case HTTPException():
+            kind = _STATUS_TYPES.get(error.status_code, "BadRequestError")
+            return ApiError(error.status_code, kind, error.detail)
+        case _:
+            return ApiError(
+                500, "InternalServerError", "internal server error; the server's log has the reason"
+            )
+
+
+def _invalid_field(error: ValidationError) -> ApiError:
+    """The first wrong field, by its name in the request: `top_p: Input should be a valid number, ...`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return bad_request(f"{field}: {message}" if field else message, str(first["loc"][0]) if field else None)
+
+
+def _text(error: Exception) -> str:
+    """Message of a LookupError, whose str() may be the repr of its argument (KeyError)."""
+    return str(error.args[0]) if error.args else str(error)
+
+
+async def handle(_: Request, error: Exception) -> Response:
+    """Starlette's exception handler for everything."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    api_error = as_api_error(error)
+    if api_error.status == 500 and not isinstance(error, ApiError):
+        logger.error("unforeseen error in a request", exc_info=error)
+    headers = dict(getattr(error, "headers", None) or {})
+    if api_error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(api_error.envelope(), status_code=api_error.status, headers=headers)

@@ -1,0 +1,174 @@
+"""Prometheus metrics in vLLM's names, so that its dashboards and Kubernetes' inference gateway work
+unchanged.
+
+Counters and gauges are read from the engine's latest snapshot at scrape time (nothing is counted twice, and a
+scrape never waits for a step); latencies are observed as they happen. Names that start with `slora:` are
+ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from slora_jax.outputs import AdapterInfo, EngineStats
+from slora_jax.server.async_engine import AsyncEngine
+
+_TTFT_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60)
+_FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+class ServerMetrics:
+    """The `Observer` of an AsyncEngine, and the registry that `/metrics` shows. One an application."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token", _TTFT_BUCKETS)
+        token_help = "Time between two tokens of a sequence"
+        self._token_times = (  # old and new name of the same thing; both are in use
+            self._histogram("vllm:time_per_output_token_seconds", token_help, _TOKEN_BUCKETS),
+            self._histogram("vllm:inter_token_latency_seconds", token_help, _TOKEN_BUCKETS),
+        )
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time of a sequence", _REQUEST_BUCKETS
+        )
+        self._step = self._histogram(
+            "slora:engine_step_seconds", "Host time of an engine step", _STEP_BUCKETS
+        )
+        success = Counter(
+            "vllm:request_success",
+            "Sequences by how they finished",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._success = {reason: success.labels(model_name, reason) for reason in _FINISHED_REASONS}
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model_name)
+
+    def watch(self, engine: AsyncEngine) -> None:
+        """Show the engine's statistics, too."""
+        self.registry.register(_EngineCollector(self._model_name, engine))
+
+    def step(self, seconds: float) -> None:
+        """One engine step took so long."""
+        self._step.observe(seconds)
+
+    def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None:
+        """A sequence got `num_tokens` tokens, its first after its submission or others after the previous."""
+        if first:
+            self._ttft.observe(since_previous)
+        else:
+            for histogram in self._token_times:
+                histogram.observe(since_previous / num_tokens)
+
+    def finished(self, reason: str, latency: float) -> None:
+        """A sequence ended."""
+        self._success[reason].inc()
+        self._latency.observe(latency)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, model_name: str, engine: AsyncEngine) -> None:
+        self._model_name = model_name
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._engine.latest_stats
+        yield from self._gauges(stats)
+        yield from self._counters(stats)
+        yield from _pool(stats)
+        yield _lora_requests(stats, self._engine.config.max_batch_size)
+        yield _adapter_pages(self._engine.known_adapters)
+        yield GaugeMetricFamily(
+            "slora:engine_up", "1 while the engine serves", float(self._engine.death is None)
+        )
+
+    def _gauges(self, stats: EngineStats) -> Iterable[Metric]:
+        usage = stats.pages_kv / max(1, stats.pages_total)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests in the batch", stats.num_running),
+            ("vllm:num_requests_waiting", "Requests that wait to be scheduled", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the page pool that holds KV, 0 to 1", usage),
+            ("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc", usage),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+    def _counters(self, stats: EngineStats) -> Iterable[Metric]:
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Prompt tokens computed, recomputation included", stats.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens generated", stats.output_tokens),
+            ("vllm:num_preemptions", "Requests whose pages were taken back", stats.preemptions),
+            ("slora:adapter_loads", "Copies of an adapter into the pool", stats.adapter_loads),
+            ("slora:adapter_evictions", "Idle adapters whose pages were taken", stats.adapter_evictions),
+            ("slora:engine_steps", "Engine steps", stats.steps),
+        ):
+            family = CounterMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+
+def _pool(stats: EngineStats) -> Iterable[Metric]:
+    pages = GaugeMetricFamily("slora:pages", "Pages of the pool by what they hold", labels=["kind"])
+    for kind, count in (("kv", stats.pages_kv), ("adapter", stats.pages_adapter), ("free", stats.pages_free)):
+        pages.add_metric([kind], count)
+    yield pages
+    adapters = GaugeMetricFamily("slora:adapters", "Adapters by where they are", labels=["state"])
+    adapters.add_metric(["resident"], stats.adapters_resident)
+    adapters.add_metric(["registered"], stats.adapters_registered)
+    yield adapters
+
+
+def _lora_requests(stats: EngineStats, max_lora: int) -> Metric:
+    """The gateway's gauge: its value is the time, so that the newest of several label sets wins.
+
+    `max_lora` is what one batch can hold: every running sequence may have an adapter of its own.
+    """
+    labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info", "Adapters of running and waiting requests", labels=labels
+    )
+    family.add_metric(
+        [str(max_lora), ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)], time.time()
+    )
+    return family
+
+
+def _adapter_pages(adapters: Iterable[AdapterInfo]) -> Metric:
+    total = sum(info.host_bytes for info in adapters)
+    return GaugeMetricFamily("slora:adapter_host_bytes", "Host memory of registered adapters", total)

@@ -1,0 +1,422 @@
+"""Bodies of requests and responses in OpenAI's form with vLLM's additions.
+
+Unknown fields of a request are ignored with a line in the log, as vLLM does, for the sake of newer clients.
+Fields that are known and would change the answer, but are not supported, are refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StrictInt,
+    StrictStr,
+    model_serializer,
+    model_validator,
+)
+
+from slora_jax.sampling_params import SamplingParams
+from slora_jax.server.errors import bad_request
+
+logger = logging.getLogger(__name__)
+
+
+class RequestBody(BaseModel):
+    """Base of all requests: reports what it ignores and refuses what it cannot do."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}  # field -> values that ask for nothing
+
+    @model_validator(mode="after")
+    def _judge_extras(self) -> RequestBody:
+        ignored = []
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.unsupported:
+                ignored.append(name)
+            elif value is not None and value not in self.unsupported[name]:
+                raise bad_request(f"{name} is not supported; leave it out", name)
+        if ignored:
+            logger.info("request fields that are ignored: %s", ", ".join(sorted(ignored)))
+        return self
+
+
+def _prompt(value: Any) -> list[str] | list[list[int]]:
+    """OpenAI's four forms of a prompt as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_token_ids(value):
+            return [value]
+        if all(isinstance(p, str) for p in value) or all(
+            isinstance(p, list) and _is_token_ids(p) for p in value
+        ):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, of token ids or of lists of token ids, and not empty"
+    )
+
+
+def _is_token_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(t) is int for t in value)
+
+
+def _stop(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value or []
+
+
+class StreamOptions(BaseModel):
+    """`include_usage`: a last chunk with the token counts."""
+
+    include_usage: bool = False
+
+
+_SAMPLING_NAMES = (  # fields of SamplingBody that SamplingParams has under the same name
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+class SamplingBody(RequestBody):
+    """What both generating routes share. None is the default, as clients send it for "not set"."""
+
+    model: StrictStr | None = None  # None: the base
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: Annotated[list[StrictStr], BeforeValidator(_stop)] = []
+    stop_token_ids: list[StrictInt] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # vLLM's: logprobs name tokens "token_id:N"
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises ValueError naming the parameter that is out of range."""
+        given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, stop=tuple(self.stop), **given)
+
+
+_UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "structured_outputs": ({},),
+    "logits_processors": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "response_format": ({"type": "text"},),
+}
+
+
+class CompletionRequest(SamplingBody):
+    """POST /v1/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_UNSUPPORTED_SAMPLING,
+        "suffix": ("",),
+        "best_of": (1,),
+        "prompt_embeds": ([],),
+    }
+    prompt: Annotated[Any, AfterValidator(_prompt)]
+    max_tokens: int | None = 16  # null: up to the model's length
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise bad_request(
+                "echo with logprobs is not supported: logprobs of a prompt are not computed", "echo"
+            )
+        return self
+
+
+class ChatMessage(BaseModel):
+    """One turn. Content parts are joined by newlines; other keys (name, tool_calls, ...) go to the
+    template.
+    """
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+    role: StrictStr
+    content: Any = None
+
+    @model_validator(mode="after")
+    def _join_parts(self) -> ChatMessage:
+        if self.content is None or isinstance(self.content, str):
+            return self
+        parts = self.content if isinstance(self.content, list) else [self.content]
+        if not all(
+            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
+        ):
+            raise ValueError('content must be a string or a list of {"type": "text", "text": ...}: text only')
+        self.content = "\n".join(part["text"] for part in parts)
+        return self
+
+
+class ChatCompletionRequest(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_UNSUPPORTED_SAMPLING,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+        "continue_final_message": (False,),
+        "echo": (False,),
+    }
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: int | None = None  # both null: up to the model's length
+    max_completion_tokens: int | None = None  # OpenAI's newer name; wins
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        return self
+
+
+class LoadLoraRequest(RequestBody):
+    """POST /v1/load_lora_adapter. Empty names are the route's to refuse, in vLLM's words."""
+
+    lora_name: StrictStr = ""
+    lora_path: StrictStr = ""
+    load_inplace: bool = False
+
+
+class UnloadLoraRequest(RequestBody):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: StrictStr = ""
+
+
+class TokenizeRequest(RequestBody):
+    """POST /tokenize, of a prompt or of chat messages."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise bad_request("give either prompt or messages", "prompt")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    """POST /detokenize."""
+
+    model: StrictStr | None = None
+    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+
+
+class Usage(BaseModel):
+    """Token counts of a request; a prompt counts once whatever `n`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(BaseModel):
+    """OpenAI's legacy form: four parallel lists. `top_logprobs` always has the chosen token, too."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One sequence, or (in a chunk) what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class Completion(BaseModel):
+    """A response of /v1/completions, or one chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token and its log-probability; `bytes` are those of `token` in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """The chosen token with the likeliest alternatives."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of a message or of a delta."""
+
+    content: list[ChatLogprob]
+
+
+class AssistantMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatDelta(BaseModel):
+    """What a chunk adds; fields that are None are left out."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+
+class ChatChoice(BaseModel):
+    """One sequence."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class ChatChunkChoice(BaseModel):
+    """What is new of one sequence."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+
+
+class ChatCompletion(BaseModel):
+    """A response of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(BaseModel):
+    """One chunk of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """The base (`parent` None) or an adapter (`root` its path, `parent` the base's name)."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(default_factory=lambda: int(time.time()))
+    owned_by: str = "slora-jax"
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokens(BaseModel):
+    """Response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    """Response of /detokenize."""
+
+    prompt: str

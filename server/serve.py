@@ -1,0 +1,61 @@
+"""`run_server`: an engine behind uvicorn until SIGINT or SIGTERM."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from slora_jax.server.app import create_app
+from slora_jax.server.async_engine import AsyncEngine, EngineLike
+from slora_jax.server.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def run_server(
+    engine_factory: Callable[[], EngineLike],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    config: ServerConfig | None = None,
+    *,
+    log_level: str = "info",
+) -> None:
+    """Serve on `host:port` (port 0: any free one, logged) until a signal, then drain; blocks.
+
+    The port is bound before `engine_factory` runs, so that a taken port fails (OSError) in a second and not
+    after the model has been loaded; connections are answered once it has. Errors of the factory are raised
+    here.
+    """
+    config = config or ServerConfig()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=2048) as listener:
+        app = create_app(AsyncEngine(engine_factory()), config)
+        _warn_if_exposed(host, config)
+        logger.info("serving on http://%s:%d", host, listener.getsockname()[1])
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level=log_level,
+                timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
+                lifespan="on",
+                ws="none",
+            )
+        )
+        server.run(sockets=[listener])
+
+
+def _warn_if_exposed(host: str, config: ServerConfig) -> None:
+    """Adapters can be loaded from any folder that the server may read: say so before others can reach it."""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback and config.admin_routes and config.api_key is None and config.admin_api_key is None:
+        logger.warning(
+            "anyone who reaches %s may load and unload adapters: set an admin API key or turn the routes off",
+            host,
+        )

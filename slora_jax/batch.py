@@ -1,0 +1,398 @@
+"""A step's input: from the scheduler's plan to one packed int32 array, and back to named arrays on the device.
+
+Everything a step reads from the host travels in one transfer. Letters: t tokens (decode rows first, then the
+prefill chunks, then padding), D decode rows, b prefill sequences, R = D + b rows that may sample, m pages
+of the longest sequence, n prefill tiles, nb LoRA rank blocks of a module, lp adapter pages, K bias entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from slora_jax.memory.layout import MODULES, PageLayout
+from slora_jax.pallas_kernels.xla_lora import AdapterBlocks, LoraBlocks, build_lora_blocks, lora_blocks_needed
+from slora_jax.request import Sequence, seed_words
+from slora_jax.sampling import SamplingRows
+from slora_jax.scheduler import Chunk, StepPlan
+
+Field = tuple[tuple[int, ...], np.dtype]
+_I, _F, _U = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """The static sizes of a step; one executable each."""
+
+    decode_rows: int
+    prefill_tokens: int
+    prefill_seqs: int
+    tiles: int
+    pages: int
+    lora_blocks: int
+    lora_pages: int
+    bias: int
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_rows + self.prefill_tokens
+
+    @property
+    def rows(self) -> int:
+        return self.decode_rows + self.prefill_seqs
+
+    @functools.cached_property
+    def fields(self) -> Mapping[str, Field]:
+        """Name -> (shape, dtype) of every array in the packed input, in order."""
+        t, r, b, m = (self.tokens,), (self.rows,), self.prefill_seqs, self.pages
+        blocks = (len(MODULES), self.lora_blocks)
+        return {
+            "token_ids": (t, _I),  # -1: the slot's last sampled token
+            "positions": (t, _I),
+            "token_page": (t, _I),  # where its KV goes; -1: padding
+            "token_slot": (t, _I),  # the sequence's slot; max_batch_size: padding
+            "prompt_len": (t, _I),
+            "decode_pages": ((self.decode_rows, m), _I),
+            "prefill_pages": ((b, m), _I),
+            "tile_seq": ((self.tiles,), _I),  # row of prefill_pages; -1: padding
+            "tile_start": ((self.tiles,), _I),  # first token, counted from the first prefill token
+            "tile_len": ((self.tiles,), _I),
+            "tile_row": ((self.prefill_tokens,), _I),  # tile * TILE + offset of each prefill token
+            "sample_token": (r, _I),  # the token whose hidden state row r samples from
+            "sample_slot": (r, _I),  # max_batch_size: row does not sample
+            "reset_slot": (r, _I),  # slots whose token counts begin anew; max_batch_size: none
+            "temperature": (r, _F),
+            "top_k": (r, _I),
+            "top_p": (r, _F),
+            "min_p": (r, _F),
+            "repetition_penalty": (r, _F),
+            "presence_penalty": (r, _F),
+            "frequency_penalty": (r, _F),
+            "seed": ((self.rows, 2), _U),
+            "position": (r, _I),
+            "num_logprobs": (r, _I),
+            "bias_row": ((self.bias,), _I),
+            "bias_token": ((self.bias,), _I),
+            "bias_value": ((self.bias,), _F),
+            "token_adapter": (t, _I),
+            "adapter": (blocks, _I),
+            "page_base": (blocks, _I),
+            "a_start": (blocks, _I),
+            "b_start": (blocks, _I),
+            "pages": ((self.lora_pages,), _I),
+        }
+
+    @functools.cached_property
+    def packed_size(self) -> int:
+        """int32 words of the packed input."""
+        return sum(math.prod(shape) for shape, _ in self.fields.values())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepBatch:
+    """The arrays of `StepShape.fields` on the device, grouped by who reads them."""
+
+    token_ids: jax.Array  # i32[t]
+    positions: jax.Array  # i32[t]
+    token_page: jax.Array  # i32[t]
+    token_slot: jax.Array  # i32[t]
+    prompt_len: jax.Array  # i32[t]
+    decode_pages: jax.Array  # i32[D, m]
+    prefill_pages: jax.Array  # i32[b, m]
+    tile_seq: jax.Array  # i32[n]
+    tile_start: jax.Array  # i32[n]
+    tile_len: jax.Array  # i32[n]
+    tile_row: jax.Array  # i32[t - D]
+    sample_token: jax.Array  # i32[R]
+    sample_slot: jax.Array  # i32[R]
+    reset_slot: jax.Array  # i32[R]
+    sampling: SamplingRows
+    lora: LoraBlocks
+
+
+_SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingRows))
+_LORA_FIELDS = tuple(f.name for f in dataclasses.fields(LoraBlocks))
+_OWN_FIELDS = tuple(f.name for f in dataclasses.fields(StepBatch) if f.name not in ("sampling", "lora"))
+
+
+def unpack(packed: jax.Array, shape: StepShape) -> StepBatch:
+    """packed i32[shape.packed_size] -> StepBatch, inside jit (slices and bitcasts only)."""
+    arrays, start = {}, 0
+    for name, (dims, dtype) in shape.fields.items():
+        words = packed[start : start + math.prod(dims)].reshape(dims)
+        arrays[name] = words if dtype == _I else lax.bitcast_convert_type(words, jnp.dtype(dtype))
+        start += math.prod(dims)
+    return StepBatch(
+        **{name: arrays[name] for name in _OWN_FIELDS},
+        sampling=SamplingRows(**{name: arrays[name] for name in _SAMPLING_FIELDS}),
+        lora=LoraBlocks(**{name: arrays[name] for name in _LORA_FIELDS}),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepNeeds:
+    """What a plan needs room for; `ShapeBuckets.fit` turns it into a StepShape."""
+
+    decodes: int
+    prefill_tokens: int
+    prefill_seqs: int
+    tiles: int
+    pages: int
+    lora_blocks: int
+    lora_pages: int
+    bias: int
+
+
+class BatchBuilder:
+    """Writes plans into packed arrays. Holds sizes only; reads sequences, owns nothing."""
+
+    def __init__(self, layout: PageLayout, max_batch_size: int, tile: int) -> None:
+        self._layout = layout
+        self._slots = max_batch_size
+        self._tile = tile
+        self._a_chunks = [layout.a_chunks(m) for m in MODULES]
+        self._b_chunks = [layout.b_chunks(m) for m in MODULES]
+
+    def needs(self, plan: StepPlan) -> StepNeeds:
+        """The sizes of a plan."""
+        blocks, pages = lora_blocks_needed(self._adapters(plan)[1])
+        return StepNeeds(
+            decodes=len(plan.decodes),
+            prefill_tokens=sum(c.count for c in plan.prefills),
+            prefill_seqs=len(plan.prefills),
+            tiles=sum(-(-c.count // self._tile) for c in plan.prefills),
+            pages=max(len(c.sequence.pages) for c in plan),
+            lora_blocks=blocks,
+            lora_pages=pages,
+            bias=sum(len(_bias(c.sequence)) for c in plan if c.samples),
+        )
+
+    def build(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
+        """The packed input i32[shape.packed_size] of a plan (after `Scheduler.schedule` has committed it)."""
+        packed = np.zeros(shape.packed_size, np.int32)
+        view = _views(packed, shape)
+        for name in ("token_page", "tile_seq"):
+            view[name][:] = -1
+        for name in ("token_slot", "sample_slot", "reset_slot"):
+            view[name][:] = self._slots
+        for name in ("top_p", "repetition_penalty"):
+            view[name][:] = 1
+        view["num_logprobs"][:] = -1
+        view["bias_row"][:] = shape.rows
+        bias: list[tuple[int, int, float]] = []
+        for row, chunk in enumerate(plan.decodes):
+            self._put_tokens(view, chunk, row)
+            view["decode_pages"][row, : len(chunk.sequence.pages)] = chunk.sequence.pages
+            self._put_row(view, chunk, row, row, bias)
+        token, tile = shape.decode_rows, 0
+        for index, chunk in enumerate(plan.prefills):
+            self._put_tokens(view, chunk, token)
+            view["prefill_pages"][index, : len(chunk.sequence.pages)] = chunk.sequence.pages
+            tile = self._put_tiles(view, chunk, index, token - shape.decode_rows, tile)
+            token += chunk.count
+            self._put_row(view, chunk, shape.decode_rows + index, token - 1, bias)
+        if bias:
+            view["bias_row"][: len(bias)], view["bias_token"][: len(bias)], view["bias_value"][: len(bias)] = zip(
+                *bias, strict=True
+            )
+        self._put_lora(view, plan, shape)
+        return packed
+
+    def _put_tokens(self, view: Mapping[str, np.ndarray], chunk: Chunk, at: int) -> None:
+        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
+        span = slice(at, at + chunk.count)
+        known = sequence.tokens[start:end]
+        view["token_ids"][span] = known if known else -1
+        positions = np.arange(start, end)
+        view["positions"][span] = positions
+        view["token_page"][span] = np.asarray(sequence.pages)[positions // self._layout.page_tokens]
+        view["token_slot"][span] = sequence.slot
+        view["prompt_len"][span] = sequence.prompt_len
+
+    def _put_tiles(self, view: Mapping[str, np.ndarray], chunk: Chunk, index: int, start: int, tile: int) -> int:
+        count = -(-chunk.count // self._tile)
+        offsets = np.arange(count) * self._tile
+        span = slice(tile, tile + count)
+        view["tile_seq"][span] = index
+        view["tile_start"][span] = start + offsets
+        view["tile_len"][span] = np.minimum(chunk.count - offsets, self._tile)
+        view["tile_row"][start : start + chunk.count] = tile * self._tile + np.arange(chunk.count)
+        return tile + count
+
+    def _put_row(
+        self, view: Mapping[str, np.ndarray], chunk: Chunk, row: int, token: int, bias: list[tuple[int, int, float]]
+    ) -> None:
+        sequence, params = chunk.sequence, chunk.sequence.request.params
+        view["sample_token"][row] = token
+        if chunk.start == 0:
+            view["reset_slot"][row] = sequence.slot
+        if not chunk.samples:
+            return
+        view["sample_slot"][row] = sequence.slot
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            view[name][row] = getattr(params, name)
+        view["seed"][row] = seed_words(sequence.seed)
+        view["position"][row] = sequence.num_outputs - 1  # the plan is committed: its own token is counted
+        view["num_logprobs"][row] = -1 if params.logprobs is None else params.logprobs
+        bias.extend((row, t, b) for t, b in _bias(sequence))
+
+    def _adapters(self, plan: StepPlan) -> tuple[dict[int, int], list[AdapterBlocks]]:
+        """Generation -> index in this batch, and each adapter's pages and blocks."""
+        index: dict[int, int] = {}
+        adapters: list[AdapterBlocks] = []
+        for chunk in plan:
+            adapter = chunk.sequence.adapter
+            if adapter is None or adapter.generation in index:
+                continue
+            assert adapter.pages is not None and adapter.packed is not None
+            index[adapter.generation] = len(adapters)
+            placed = adapter.packed.layout
+            tables = [[t.get(m, 0) for m in MODULES] for t in (placed.rank_blocks, placed.a_start, placed.b_start)]
+            adapters.append((np.asarray(adapter.pages, np.int32), tables[0], tables[1], tables[2]))
+        return index, adapters
+
+    def _put_lora(self, view: Mapping[str, np.ndarray], plan: StepPlan, shape: StepShape) -> None:
+        index, adapters = self._adapters(plan)
+        token_adapter = np.full(shape.tokens, -1, np.int32)
+        at = 0
+        for chunk in plan:
+            if plan.prefills and chunk is plan.prefills[0]:
+                at = shape.decode_rows
+            if chunk.sequence.adapter is not None:
+                token_adapter[at : at + chunk.count] = index[chunk.sequence.adapter.generation]
+            at += chunk.count
+        fields = build_lora_blocks(
+            token_adapter,
+            adapters,
+            shape.lora_blocks,
+            shape.lora_pages,
+            a_chunks=self._a_chunks,
+            b_chunks=self._b_chunks,
+        )
+        for name, array in fields.items():
+            view[name][...] = array
+
+
+def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
+    views, start = {}, 0
+    for name, (dims, dtype) in shape.fields.items():
+        size = math.prod(dims)
+        views[name] = packed[start : start + size].view(dtype).reshape(dims)
+        start += size
+    return views
+
+
+def _bias(sequence: Sequence) -> list[tuple[int, float]]:
+    """logit_bias, and a ban of every token that would end the sequence before `min_tokens`."""
+    params = sequence.request.params
+    entries = list(params.logit_bias.items())
+    if sequence.num_outputs - 1 < params.min_tokens:
+        entries += [(t, -math.inf) for t in sorted(sequence.stop_ids)]
+    return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeBuckets:
+    """The ladders of sizes that steps are padded to, so that few executables serve every batch."""
+
+    decode_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    lora_blocks: tuple[int, ...]
+    bias: tuple[int, ...]
+    max_batch_size: int
+    tile: int
+    blocks_to_pages: float  # most adapter pages a rank block of every module can take
+
+    @classmethod
+    def for_engine(
+        cls, layout: PageLayout, *, max_batch_size: int, max_step_tokens: int, max_model_len: int, tile: int, ratio: int
+    ) -> ShapeBuckets:
+        """Geometric ladders of the given ratio; fewer rungs compile less, more rungs pad less."""
+        chunks = sum(layout.a_chunks(m) + layout.b_chunks(m) for m in MODULES)
+        return cls(
+            decode_rows=_ladder(max_batch_size, 2, ratio),
+            prefill_tokens=_ladder(max_step_tokens, 32, ratio),
+            pages=_ladder(-(-max_model_len // layout.page_tokens), 8, ratio),
+            lora_blocks=(0, *_ladder(max_batch_size * 32, 8, ratio)),
+            bias=(0, *_ladder(max_batch_size * 1280, 64, 16)),
+            max_batch_size=max_batch_size,
+            tile=tile,
+            blocks_to_pages=chunks / layout.chunks_per_page,
+        )
+
+    @property
+    def max_prefill_seqs(self) -> int:
+        """Most prompts whose chunks of two or more tokens may share a step."""
+        return self._prefill_seqs(self.prefill_tokens[-1])
+
+    def usual(self) -> list[StepShape]:
+        """The shapes that most steps of short conversations have: decodes, and prefills beside them."""
+        shapes = []
+        for blocks in self.lora_blocks[:2]:
+            for decodes in self.decode_rows:
+                shapes.append(self.fit(StepNeeds(decodes, 0, 0, 0, 1, blocks, 0, 0)))
+            for tokens in self.prefill_tokens:
+                for decodes in (0, 1):
+                    shapes.append(self.fit(StepNeeds(decodes, tokens, 1, 0, 1, blocks, 0, 0)))
+        return shapes
+
+    def fit(self, needs: StepNeeds) -> StepShape:
+        """The smallest shape of the ladders that holds `needs`."""
+        decodes, tokens, seqs = 0, 0, 0
+        if needs.prefill_tokens:
+            tokens = next(
+                t for t in self.prefill_tokens if t >= needs.prefill_tokens and self._prefill_seqs(t) >= needs.prefill_seqs
+            )
+            seqs = self._prefill_seqs(tokens)
+            decodes = self.decode_rows[-1] if needs.decodes else 0
+        else:
+            decodes = _rung(self.decode_rows, needs.decodes)
+        return self._shape(decodes, tokens, seqs, needs)
+
+    def _shape(self, decodes: int, tokens: int, seqs: int, needs: StepNeeds) -> StepShape:
+        blocks = _rung(self.lora_blocks, needs.lora_blocks)
+        adapters = min(len(MODULES) * blocks, decodes + seqs)
+        pages = math.ceil(blocks * self.blocks_to_pages) + adapters
+        assert pages >= needs.lora_pages, (pages, needs)
+        return StepShape(
+            decode_rows=decodes,
+            prefill_tokens=tokens,
+            prefill_seqs=seqs,
+            tiles=-(-tokens // self.tile) + seqs,
+            pages=_rung(self.pages, needs.pages),
+            lora_blocks=blocks,
+            lora_pages=pages,
+            bias=_rung(self.bias, needs.bias),
+        )
+
+    def _prefill_seqs(self, tokens: int) -> int:
+        return min(self.max_batch_size, max(1, tokens // 16))
+
+
+def _ladder(limit: int, start: int, ratio: int) -> tuple[int, ...]:
+    rungs = []
+    while start < limit:
+        rungs.append(start)
+        start *= ratio
+    return (*rungs, limit)
+
+
+def _rung(ladder: tuple[int, ...], need: int) -> int:
+    return next(r for r in ladder if r >= need)

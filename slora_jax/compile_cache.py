@@ -1,0 +1,20 @@
+"""JAX's persistent compilation cache: a second start of the same engine compiles nothing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import jax
+
+
+def enable_compile_cache(directory: str | None) -> None:
+    """Keep compiled steps in `directory`; None: `$XDG_CACHE_HOME/slora-jax/xla`, unless JAX has one set; "": off."""
+    if directory == "" or (directory is None and jax.config.jax_compilation_cache_dir):
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = pathlib.Path(directory or f"{home}/slora-jax/xla").expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,479 @@
+"""The engine: many adapters on one base model, one page pool, one batch.
+
+    engine = Engine.from_pretrained("model.gguf", adapters={"pirate": "adapters/pirate"})
+    engine.generate(["Ahoy?", "Hello?"], adapter_ids=["pirate", None])
+
+One thread owns an engine; only `prepare_adapter` and the tokenizer may be called from others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from slora_jax.compile_cache import enable_compile_cache
+from slora_jax.completion import OutputCollector, accept_token, end
+from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.lora.packing import PackedAdapter, pack_adapter
+from slora_jax.lora.peft import read_adapter
+from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.memory.layout import PageLayout
+from slora_jax.memory.page_pool import PagePool
+from slora_jax.memory.sizing import PoolSize, size_pool
+from slora_jax.outputs import AdapterInfo, EngineStats, FinishReason, RequestMetrics, RequestOutput, StreamEvent
+from slora_jax.request import Request, Sequence, as_token_ids, sequence_seed
+from slora_jax.runner import InFlight, ModelRunner
+from slora_jax.sampling_params import SamplingParams
+from slora_jax.scheduler import Scheduler, SchedulerLimits, StepPlan
+from slora_jax.sharding.mesh import make_mesh
+from slora_jax.text import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from slora_jax.weights import ResolvedModel, load_checkpoint, load_model_config, resolve_model
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]
+Prompt = str | Seq[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter that is read, validated and packed, ready to be registered without delay."""
+
+    path: str
+    packed: PackedAdapter
+
+
+class Engine:
+    """Serves one base model and any number of LoRA adapters. Make one with `from_pretrained`."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        params: dict[str, jax.Array],
+        config: EngineConfig,
+        mesh: jax.sharding.Mesh,
+        *,
+        tokenizer: Tokenizer | None = None,
+        model_name: str = "model",
+    ) -> None:
+        self.model_config, self.config = model_config, config
+        self.tokenizer, self.model_name = tokenizer, model_name
+        self._layout = PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)
+        size: PoolSize = size_pool(model_config, config, self._layout, mesh)
+        self.max_model_len = size.max_model_len
+        self._pool = PagePool(size.num_pages)
+        self._adapters = AdapterStore(self._pool)
+        self._runner = ModelRunner(
+            model_config, config, mesh, self._layout, size.num_pages, size.max_model_len, params
+        )
+        limits = SchedulerLimits(
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+            max_chunk_tokens=min(config.prefill_chunk_tokens or config.max_step_tokens, config.max_step_tokens),
+            max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
+            page_tokens=config.page_tokens,
+        )
+        self._scheduler = Scheduler(limits, self._pool, self._adapters, self._write_adapter)
+        eos = frozenset(model_config.eos_token_ids)
+        self._eos = eos if tokenizer is None else eos | tokenizer.eos_token_ids
+        self._requests: dict[str, Request] = {}
+        self._in_flight: InFlight | None = None
+        self._undelivered: list[StreamEvent] = []
+        self._request_ids = itertools.count()
+        self._seeds = np.random.default_rng(config.seed)
+        self._counters = dict.fromkeys(
+            ("steps", "prompt_tokens", "output_tokens", "preemptions", "finished", "aborted", "failed"), 0
+        )
+        self._last_step = (0.0, 0)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Load a model (HF folder, GGUF file, Orbax checkpoint or Hub id) and its adapters.
+
+        `adapters` maps names to PEFT folders. `tokenizer` is a folder or GGUF file where the model's own is not wanted.
+        `progress(phase, done, total)` is called while weights load and steps compile. Raises CheckpointError,
+        AdapterError or ValueError saying which file, field or limit is wrong.
+        """
+        config = config or EngineConfig()
+        enable_compile_cache(config.compile_cache_dir)
+        resolved = resolve_model(model, config.load_format)
+        model_config = load_model_config(resolved)
+        mesh = make_mesh(config.tensor_parallel_size)
+        PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)  # fail before loading
+        params = load_checkpoint(
+            resolved, model_config, mesh, jnp.dtype(config.dtype), progress=progress, seed=config.seed
+        )
+        engine = cls(
+            model_config,
+            params,
+            config,
+            mesh,
+            tokenizer=_own_tokenizer(resolved) if tokenizer is None else load_tokenizer(tokenizer),
+            model_name=resolved.name,
+        )
+        for done, (name, path) in enumerate((adapters or {}).items(), 1):
+            engine.load_adapter(name, path)
+            if progress is not None:
+                progress("loading adapters", done, len(adapters or {}))
+        if config.warmup:
+            engine.warmup(progress)
+        return engine
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        adapter_ids: str | None | Seq[str | None] = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (strings or lists of token ids), each with its adapter (None: the base), in their order.
+
+        One adapter id or SamplingParams serves all prompts; lists must be as long as `prompts`. Raises ValueError or
+        UnknownAdapterError before anything runs where one of the requests cannot be served.
+        """
+        requests = self._make_requests(prompts, adapter_ids, sampling_params)
+        collector = OutputCollector(requests)
+        for event in self._run(requests):
+            collector.add(event)
+        return collector.outputs()
+
+    def stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        adapter_ids: str | None | Seq[str | None] = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Like `generate`, yielding events as tokens arrive; closing the iterator aborts what still runs."""
+        return self._run(self._make_requests(prompts, adapter_ids, sampling_params))
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        adapter_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue one request; its events come from `step`. Returns its id.
+
+        Raises ValueError (prompt, parameters or sizes that cannot be served, with the limit) or UnknownAdapterError.
+        """
+        request = self._make_request(prompt, adapter_id, sampling_params or SamplingParams(), request_id, 0)
+        self._enqueue(request)
+        return request.request_id
+
+    def abort(self, request_id: str) -> list[StreamEvent]:
+        """End a request now and free what it holds; its last events ("abort"), or [] if it is unknown or ended."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        return [self._end(s, "abort") for s in request.sequences if s.finish_reason is None]
+
+    def step(self) -> list[StreamEvent]:
+        """Launch the next step, then hand out what the one before it sampled.
+
+        The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
+        """
+        started = time.perf_counter()
+        events, self._undelivered = self._undelivered, []
+        plan = self._scheduler.schedule()
+        launched = self._runner.launch(plan) if plan else None
+        if self._in_flight is not None:
+            events += self._collect(self._in_flight)
+        self._in_flight = launched
+        if launched is not None:
+            self._count(plan, time.perf_counter() - started)
+        return events
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._requests or self._in_flight or self._undelivered)
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def prepare_adapter(self, path: str | os.PathLike[str]) -> PreparedAdapter:
+        """Read, validate and pack a PEFT folder: the slow half of `load_adapter`. Safe in any thread."""
+        adapter = read_adapter(path, self.model_config, max_rank=self.config.max_lora_rank)
+        return PreparedAdapter(os.fspath(path), pack_adapter(adapter, self._layout, jnp.dtype(self.config.dtype)))
+
+    def load_adapter(
+        self, name: str, path: str | os.PathLike[str] | PreparedAdapter, *, replace: bool = False
+    ) -> AdapterInfo:
+        """Register an adapter under a name; it takes pages when a request first needs it.
+
+        With `replace`, requests under way finish on the adapter they started with. Raises AdapterError with the
+        reason, AdapterExistsError, or ValueError for one that no pool of this size could hold.
+        """
+        if not name or name != name.strip():
+            raise ValueError(f"an adapter's name must not be empty or begin or end with a space, got {name!r}")
+        prepared = path if isinstance(path, PreparedAdapter) else self.prepare_adapter(path)
+        need = prepared.packed.layout.num_pages
+        if need >= self._pool.num_usable:
+            raise ValueError(
+                f"adapter '{name}' needs {need} pages, the pool has {self._pool.num_usable}: raise num_pages or pool_bytes"
+            )
+        return self._adapters.info(self._adapters.register(name, prepared.path, prepared.packed, replace=replace))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a name at once; memory is freed when the requests that use it have ended."""
+        self._adapters.unregister(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """Every adapter that is registered or still draining."""
+        return [self._adapters.info(a) for a in self._adapters]
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics."""
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        counts = self._counters
+        return EngineStats(
+            num_running=len(running),
+            num_waiting=len(waiting),
+            pages_total=self._pool.num_usable,
+            pages_kv=self._pool.count("kv"),
+            pages_adapter=self._pool.count("adapter"),
+            pages_free=self._pool.num_free,
+            adapters_registered=len(self._adapters),
+            adapters_resident=len(self._adapters.resident),
+            adapter_loads=self._adapters.loads,
+            adapter_evictions=self._adapters.evictions,
+            running_adapters=tuple(sorted({s.adapter.name for s in running if s.adapter is not None})),
+            waiting_adapters=tuple(sorted({s.adapter.name for s in waiting if s.adapter is not None})),
+            steps=counts["steps"],
+            prompt_tokens=counts["prompt_tokens"],
+            output_tokens=counts["output_tokens"],
+            preemptions=self._scheduler.preemptions,
+            requests_finished=counts["finished"],
+            requests_aborted=counts["aborted"],
+            requests_failed=counts["failed"],
+            last_step_seconds=self._last_step[0],
+            last_step_tokens=self._last_step[1],
+        )
+
+    def warmup(self, progress: Progress | None = None) -> None:
+        """Compile the shapes of usual steps now; the others compile when first met."""
+        self._runner.warmup(self._runner.buckets.usual(), progress)
+
+    def check_integrity(self) -> None:
+        """Prove that pages, slots, pins and requests add up; raises AssertionError saying what does not."""
+        self._scheduler.check_integrity()
+        live = [s for r in self._requests.values() for s in r.sequences if s.finish_reason is None]
+        held = [*self._scheduler.running, *self._scheduler.waiting]
+        assert len(live) == len(held) and set(map(id, live)) == set(map(id, held)), "a sequence is lost or doubled"
+        for adapter in self._adapters:
+            users = sum(r.adapter is adapter for r in self._requests.values())
+            assert adapter.users == users, f"adapter '{adapter.name}' has {adapter.users} users, not {users}"
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _make_requests(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        adapter_ids: str | None | Seq[str | None],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+    ) -> list[Request]:
+        many = _prompts(prompts)
+        names = _one_each("adapter_ids", adapter_ids, len(many), lambda v: v is None or isinstance(v, str))
+        default = sampling_params if sampling_params is not None else SamplingParams()
+        params = _one_each("sampling_params", default, len(many), lambda v: isinstance(v, SamplingParams))
+        requests: list[Request] = []
+        try:
+            for i, prompt in enumerate(many):
+                requests.append(self._make_request(prompt, names[i], params[i], None, i))
+        except (ValueError, LookupError) as error:
+            error.add_note(f"in prompt {len(requests)} of {len(many)}")
+            raise
+        return requests
+
+    def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        """Step until these requests have ended, yielding their events; others' events wait for the next `step`."""
+        mine = {r.request_id for r in requests}
+        try:
+            for request in requests:
+                self._enqueue(request)
+            while not all(r.finished for r in requests):
+                others = []
+                for event in self.step():
+                    if event.request_id in mine:
+                        yield event
+                    else:
+                        others.append(event)
+                self._undelivered += others
+        finally:
+            for request in requests:
+                self.abort(request.request_id)
+
+    def _make_request(
+        self, prompt: Prompt, adapter_id: str | None, params: SamplingParams, request_id: str | None, prompt_index: int
+    ) -> Request:
+        adapter = None if adapter_id is None else self._adapters.get(adapter_id)
+        tokens = self._tokens(prompt)
+        self._check_request(tokens, params, adapter)
+        request_id = request_id or f"request-{next(self._request_ids)}"
+        if request_id in self._requests:
+            raise ValueError(f"request id '{request_id}' is in use; ids must differ among unfinished requests")
+        request = Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=tokens,
+            prompt_index=prompt_index,
+            adapter=adapter,
+            params=params,
+            metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(tokens)),
+        )
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        output_len = self.max_model_len if params.max_tokens is None else params.max_tokens
+        request.sequences = [
+            Sequence(
+                request=request,
+                index=i,
+                seed=sequence_seed(seed, i),
+                tokens=list(tokens),
+                prompt_len=len(tokens),
+                max_len=min(len(tokens) + output_len, self.max_model_len),
+                stop_ids=ends,
+                detokenizer=None
+                if self.tokenizer is None
+                else IncrementalDetokenizer(
+                    self.tokenizer,
+                    skip_special_tokens=params.skip_special_tokens,
+                    stop=params.stop,
+                    include_stop_str_in_output=params.include_stop_str_in_output,
+                ),
+            )
+            for i in range(params.n)
+        ]
+        return request
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return as_token_ids(prompt, self.model_config.vocab_size)
+        if self.tokenizer is None:
+            raise ValueError(f"model '{self.model_name}' has no tokenizer: give prompts as lists of token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _check_request(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> None:
+        if not tokens:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        if len(tokens) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens; with at least one token of output the limit is "
+                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
+            )
+        vocab = self.model_config.vocab_size
+        for field, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            bad = [t for t in ids if not 0 <= t < vocab]
+            if bad:
+                raise ValueError(f"{field} names token {bad[0]}; token ids are integers in [0, {vocab})")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if (params.logprobs or 0) > self.config.max_logprobs:
+            raise ValueError(f"logprobs {params.logprobs} is above the engine's max_logprobs {self.config.max_logprobs}")
+        length = min(len(tokens) + (params.max_tokens or self.max_model_len), self.max_model_len)
+        need = self._scheduler.pages_for(length) + (adapter.num_pages if adapter is not None else 0)
+        if need > self._pool.num_usable:
+            raise ValueError(
+                f"the request needs up to {need} pages ({length} tokens"
+                f"{'' if adapter is None else f' and adapter {adapter.name!r}'}), the pool has "
+                f"{self._pool.num_usable}: lower max_tokens or raise num_pages"
+            )
+
+    def _enqueue(self, request: Request) -> None:
+        if request.adapter is not None:
+            self._adapters.acquire(request.adapter)
+        self._requests[request.request_id] = request
+        for sequence in request.sequences:
+            self._scheduler.add(sequence)
+
+    def _collect(self, in_flight: InFlight) -> list[StreamEvent]:
+        """Wait for a step and hand its tokens to their sequences; those that have ended since are passed over."""
+        fetched = in_flight.fetch()
+        events = []
+        for row, chunk in in_flight.rows:
+            sequence = chunk.sequence
+            sequence.pending -= 1
+            if sequence.finish_reason is not None:
+                continue
+            event = accept_token(sequence, row, fetched)
+            self._counters["output_tokens"] += len(event.token_ids)
+            if event.finish_reason is not None:
+                self._release(sequence)
+            events.append(event)
+        return events
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> StreamEvent:
+        event = end(sequence, reason)
+        self._release(sequence)
+        return event
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back what an ended sequence holds; with the last one of a request, the request itself."""
+        self._scheduler.finish(sequence)
+        request = sequence.request
+        if not request.finished:
+            return
+        del self._requests[request.request_id]
+        if request.adapter is not None:
+            self._adapters.release(request.adapter)
+        reasons = {s.finish_reason for s in request.sequences}
+        outcome = "failed" if "error" in reasons else "aborted" if "abort" in reasons else "finished"
+        self._counters[outcome] += 1
+
+    def _write_adapter(self, adapter: Adapter) -> None:
+        assert adapter.packed is not None and adapter.pages is not None
+        self._runner.write_adapter(adapter.packed.pages, adapter.pages)
+
+    def _count(self, plan: StepPlan, seconds: float) -> None:
+        self._counters["steps"] += 1
+        self._counters["prompt_tokens"] += sum(
+            max(0, min(c.start + c.count, c.sequence.prompt_len) - c.start) for c in plan
+        )
+        self._last_step = (seconds, plan.num_tokens)
+
+
+def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:
+    """The model's tokenizer; None, and a warning, where its folder has none (prompts are then token ids)."""
+    path = resolved.path if resolved.path.suffix == ".gguf" else resolved.folder
+    if path.is_file() or (path / "tokenizer.json").is_file() or any(path.glob("*.gguf")):
+        return load_tokenizer(path)
+    logger.warning("%s has no tokenizer.json: prompts must be lists of token ids, and outputs have no text", path)
+    return None
+
+
+def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or many: a string or a list of ids is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and all(isinstance(p, int | np.integer) for p in many):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def _one_each[T](name: str, value: object, n: int, is_one: Callable[[object], bool]) -> list[T]:  # type: ignore[type-var]
+    """`value` for each of n prompts: one for all, or a list of n."""
+    if is_one(value):
+        return [value] * n  # type: ignore[list-item]
+    many = list(value)  # type: ignore[call-overload]
+    if len(many) != n or not all(map(is_one, many)):
+        raise ValueError(f"{name} must be one value or a list of {n}, one for each prompt; got {len(many)} values")
+    return many

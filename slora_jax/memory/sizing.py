@@ -1,0 +1,72 @@
+"""How many pages the pool has, and how long a sequence may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import jax
+import numpy as np
+
+from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.memory.layout import PageLayout
+
+logger = logging.getLogger(__name__)
+CPU_POOL_BYTES = 1 << 30  # of a pool whose size nobody chose, on a device that does not report its memory
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSize:
+    num_pages: int  # the reserved page 0 included
+    max_model_len: int
+
+
+def size_pool(
+    model: ModelConfig, config: EngineConfig, layout: PageLayout, mesh: jax.sharding.Mesh
+) -> PoolSize:
+    """Pages from `num_pages`, `pool_bytes`, or what `memory_fraction` of the device leaves beside the weights.
+
+    Raises ValueError where not even one sequence of `max_model_len` fits, and says how many tokens do.
+    """
+    page_bytes = layout.n_layers * layout.page_elems * (4 if config.dtype == "float32" else 2)  # on one shard
+    wanted_len = min(config.max_model_len or model.max_position_embeddings, _longest(model))
+    if config.max_model_len is not None and config.max_model_len > _longest(model):
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is above the model's max_position_embeddings {_longest(model)}"
+        )
+    pages_for_all = config.max_batch_size * math.ceil(wanted_len / config.page_tokens)
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    else:
+        budget = config.pool_bytes or _free_bytes(config, mesh)
+        num_pages = max(2, min(budget // page_bytes, 2 * pages_for_all + 1))
+    fits = (num_pages - 1) * config.page_tokens
+    if config.max_model_len is not None and wanted_len > fits:
+        raise ValueError(
+            f"a sequence of max_model_len {wanted_len} does not fit: the pool has {num_pages - 1} pages "
+            f"of {config.page_tokens} tokens ({fits} tokens); raise num_pages or pool_bytes, or lower max_model_len"
+        )
+    logger.info(
+        "pool: %d pages of %d tokens, %.2f GiB a shard: %d tokens of KV, or rank-16 adapters on all modules: %d",
+        num_pages - 1,
+        config.page_tokens,
+        num_pages * page_bytes / 2**30,
+        fits,
+        (num_pages - 1) // layout.adapter(dict.fromkeys(layout.in_dims, 16)).num_pages,
+    )
+    return PoolSize(num_pages, min(wanted_len, fits))
+
+
+def _longest(model: ModelConfig) -> int:
+    """The model's own limit; "dynamic" RoPE stretches it by its factor."""
+    scaling = model.rope_scaling or {}
+    factor = float(scaling.get("factor", 1.0)) if scaling.get("rope_type", scaling.get("type")) == "dynamic" else 1.0
+    return int(model.max_position_embeddings * factor)
+
+
+def _free_bytes(config: EngineConfig, mesh: jax.sharding.Mesh) -> int:
+    stats = [d.memory_stats() for d in np.asarray(mesh.devices).flat]
+    if not all(stats):
+        return CPU_POOL_BYTES
+    return min(int(s["bytes_limit"] * config.memory_fraction) - int(s["bytes_in_use"]) for s in stats if s)

@@ -1,0 +1,108 @@
+"""Requests and their sequences as the host sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slora_jax.lora.store import Adapter
+from slora_jax.outputs import FinishReason, RequestMetrics
+from slora_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slora_jax.text.detokenizer import IncrementalDetokenizer
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """What a client asked for; `n` sequences answer it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_index: int
+    adapter: Adapter | None
+    params: SamplingParams
+    metrics: RequestMetrics
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
+
+    @property
+    def adapter_id(self) -> str | None:
+        return None if self.adapter is None else self.adapter.name
+
+    @property
+    def finished(self) -> bool:
+        return all(s.finish_reason is not None for s in self.sequences)
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One output of a request, and what it holds.
+
+    `tokens` are the known ones, prompt first. `pending` counts sampled tokens still on the device (at most two: the
+    host runs one step ahead); the next token to compute may be one of them. `num_computed` tokens have
+    their KV in `pages`. The scheduler owns `slot`, `pages`, `num_computed` and `pending`.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    tokens: list[int]
+    prompt_len: int
+    max_len: int  # prompt + output tokens at most
+    stop_ids: frozenset[int]  # ids that end it, EOS included unless ignored
+    detokenizer: IncrementalDetokenizer | None
+    slot: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    num_computed: int = 0
+    pending: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, those still on the device included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is not computed yet."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def complete(self) -> bool:
+        """No further token may be sampled (the last ones may still be on the device)."""
+        return self.num_tokens >= self.max_len
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.request.adapter
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of sequence `index` of a request: the request's own for 0, a SplitMix64 step for others."""
+    if index == 0:
+        return seed % 2**64
+    z = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """(high, low) 32-bit words of a seed, as the device takes them."""
+    return (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+
+
+def as_token_ids(prompt: object, vocab_size: int) -> list[int]:
+    """A prompt given as token ids, checked. Raises ValueError naming the first id that is none."""
+    ids = list(prompt)  # type: ignore[call-overload]
+    for position, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+            raise ValueError(f"prompt token {position} is {token!r}; token ids are integers in [0, {vocab_size})")
+    return [int(t) for t in ids]

@@ -1,0 +1,207 @@
+"""Owns everything on the devices: the model's leaves, the step state, and one executable per step shape.
+
+`launch` only enqueues work and returns; `InFlight.fetch` waits for it. State arrays are donated to each step and
+replaced by its results, so nothing else may hold them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from slora_jax.batch import BatchBuilder, ShapeBuckets, StepShape
+from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.memory.layout import PageLayout
+from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
+from slora_jax.models.params import checkpoint_specs
+from slora_jax.models.rope import Rope
+from slora_jax.scheduler import Chunk, StepPlan
+from slora_jax.sharding.rules import named_sharding, partition_spec
+from slora_jax.step import STATE_SPEC, DeviceState, StepConfig, StepOutput, build_step
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]
+
+XLA_TILE = 16  # tokens of one prompt that the xla prefill attention takes together
+LOAD_PAGES = 8  # pages of an adapter in one write
+_BUCKET_RATIO = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """A step that runs on the device, and which chunk each row of its outputs belongs to."""
+
+    rows: list[tuple[int, Chunk]]  # of chunks that sample
+    output: StepOutput
+    num_tokens: int
+    wants_logprobs: bool
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        """Wait for the step; its outputs [R, ...] by name (logprobs and logits only where asked for)."""
+        out = {"tokens": np.asarray(self.output.tokens)}
+        if self.wants_logprobs:
+            sample = self.output.sample
+            for name in ("logprob", "rank", "top_tokens", "top_logprobs"):
+                out[name] = np.asarray(getattr(sample, name))
+        if self.output.logits is not None:
+            out["logits"] = np.asarray(self.output.logits)
+        return out
+
+
+class ModelRunner:
+    """Runs plans. `params` are the checkpoint's arrays by canonical name, sharded over `mesh`; it takes them over."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        mesh: Mesh,
+        layout: PageLayout,
+        num_pages: int,
+        max_model_len: int,
+        params: dict[str, jax.Array],
+    ) -> None:
+        self._mesh = mesh
+        self._step_config = StepConfig(
+            layout=layout,
+            rope=Rope.from_config(model_config),
+            tile=XLA_TILE,
+            max_logprobs=config.max_logprobs,
+            record_logits=config.record_logits,
+        )
+        model = Llama(model_config, _fuse(model_config, layout.tp, mesh, params))
+        self._graph, model_state = nnx.split(model)
+        self._leaves, self._tree = jax.tree.flatten(model_state)
+        self.buckets = ShapeBuckets.for_engine(
+            layout,
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+            max_model_len=max_model_len,
+            tile=XLA_TILE,
+            ratio=_BUCKET_RATIO,
+        )
+        self._builder = BatchBuilder(layout, config.max_batch_size, XLA_TILE)
+        self._state = _initial_state(model_config, config, mesh, layout, num_pages)
+        self._executables: dict[StepShape, Any] = {}
+        self._write_pages = _page_writer(mesh)
+        self.compilations = 0
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Enqueue a plan that the scheduler has committed; compiles its shape first where that is new."""
+        shape = self.buckets.fit(self._builder.needs(plan))
+        packed = jax.device_put(self._builder.build(plan, shape), self._sharding())
+        self._state, output = self.executable(shape)(self._leaves, self._state, packed)
+        output.tokens.copy_to_host_async()
+        rows = [(row, chunk) for row, chunk in _rows(plan, shape) if chunk.samples]
+        logprobs = any(chunk.sequence.request.params.logprobs is not None for _, chunk in rows)
+        return InFlight(rows, output, plan.num_tokens, logprobs)
+
+    def write_adapter(self, pages: np.ndarray, ids: list[int]) -> None:
+        """Copy an adapter's pages [n_layers, n, tp * page_elems] to pages `ids` of the pool, after the steps launched."""
+        spec = NamedSharding(self._mesh, STATE_SPEC.pool)
+        for start in range(0, len(ids), LOAD_PAGES):
+            piece = pages[:, start : start + LOAD_PAGES]
+            index = np.full(LOAD_PAGES, self._state.pool.shape[1], np.int32)  # beyond the pool: dropped
+            index[: piece.shape[1]] = ids[start : start + LOAD_PAGES]
+            padding = ((0, 0), (0, LOAD_PAGES - piece.shape[1]), (0, 0))
+            block = jax.device_put(np.pad(piece, padding), spec)
+            pool = self._write_pages(self._state.pool, jax.device_put(index, self._sharding()), block)
+            self._state = dataclasses.replace(self._state, pool=pool)
+
+    def executable(self, shape: StepShape) -> Any:
+        """The compiled step of a shape."""
+        found = self._executables.get(shape)
+        if found is None:
+            started = time.perf_counter()
+            found = self._executables[shape] = self._compile(shape)
+            self.compilations += 1
+            logger.info("compiled %s in %.1f s", shape, time.perf_counter() - started)
+        return found
+
+    def warmup(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
+        """Compile shapes in threads; `progress("compiling", done, total)`."""
+        todo = [s for s in dict.fromkeys(shapes) if s not in self._executables]
+        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            futures = {pool.submit(self._compile, shape): shape for shape in todo}
+            for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+                self._executables[futures[future]] = future.result()
+                self.compilations += 1
+                if progress is not None:
+                    progress("compiling", done, len(todo))
+
+    def read_page(self, page: int) -> np.ndarray:
+        """One page over all layers and shards [n_layers, tp * page_elems] (for tests and debugging)."""
+        return np.asarray(self._state.pool[:, page])
+
+    def _compile(self, shape: StepShape) -> Any:
+        specs = [leaf.sharding.spec for leaf in self._leaves]
+        step = build_step(self._step_config, shape, self._mesh, self._graph, self._tree, specs)
+        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32, sharding=self._sharding())
+        with jax.default_matmul_precision("highest" if self._leaves[0].dtype == jnp.float32 else "default"):
+            return jax.jit(step, donate_argnums=1).lower(self._leaves, self._state, packed).compile()
+
+    def _sharding(self) -> NamedSharding:
+        return NamedSharding(self._mesh, PartitionSpec())
+
+
+def _rows(plan: StepPlan, shape: StepShape) -> Iterable[tuple[int, Chunk]]:
+    yield from enumerate(plan.decodes)
+    yield from enumerate(plan.prefills, shape.decode_rows)
+
+
+def _fuse(config: ModelConfig, tp: int, mesh: Mesh, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Checkpoint arrays -> model arrays, a layer at a time, freeing as it goes."""
+    before, after = checkpoint_specs(config), model_specs(config, tp)
+    in_specs = {n: named_sharding(mesh, s.axes, s.shape).spec for n, s in layer_params(before, 0).items()}
+    out_specs = {n: partition_spec(s.axes) for n, s in layer_params(after, 0).items()}
+    fuse = jax.jit(
+        jax.shard_map(
+            functools.partial(fuse_layer, config, tp),
+            mesh=mesh,
+            in_specs=(in_specs,),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+    )
+    out = {name: array for name, array in params.items() if not name.startswith("layers.")}
+    for i in range(config.num_hidden_layers):
+        layer = {name: params.pop(f"layers.{i}.{name}") for name in in_specs}
+        out |= {f"layers.{i}.{name}": array for name, array in fuse(layer).items()}
+    return out
+
+
+def _initial_state(
+    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, layout: PageLayout, num_pages: int
+) -> DeviceState:
+    shapes: Mapping[str, tuple[tuple[int, ...], Any]] = {
+        "pool": ((layout.n_layers, num_pages, layout.tp * layout.page_elems), jnp.dtype(config.dtype)),
+        "last_tokens": ((config.max_batch_size,), jnp.int32),
+        "token_counts": ((config.max_batch_size, model_config.vocab_size), jnp.int32),
+    }
+    return DeviceState(
+        **{
+            name: jnp.zeros(shape, dtype, device=NamedSharding(mesh, getattr(STATE_SPEC, name)))
+            for name, (shape, dtype) in shapes.items()
+        }
+    )
+
+
+def _page_writer(mesh: Mesh) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    def write(pool: jax.Array, ids: jax.Array, block: jax.Array) -> jax.Array:
+        return pool.at[:, ids].set(block, mode="drop")
+
+    spec = STATE_SPEC.pool
+    mapped = jax.shard_map(write, mesh=mesh, in_specs=(spec, PartitionSpec(), spec), out_specs=spec, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0)

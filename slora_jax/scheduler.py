@@ -1,0 +1,199 @@
+"""Who runs in the next step: continuous batching with ragged chunked prefill, over one budget of pages.
+
+First come, first served. A step takes every running sequence's decode, then prefill chunks of running
+sequences, then admits waiting ones, within `max_step_tokens`. When pages run out, idle adapters give way first, then the
+youngest running sequence is preempted: it gives its pages back and recomputes later. The oldest sequence can
+always take what it needs (admission checks that one request fits the pool), so something always moves.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.memory.page_pool import PagePool
+from slora_jax.request import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """`count` tokens of a sequence from position `start`; `samples` when its next token is drawn after them."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step's work: single tokens (`decodes`) and longer chunks (`prefills`)."""
+
+    decodes: list[Chunk]
+    prefills: list[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(c.count for c in self.prefills)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        yield from self.decodes
+        yield from self.prefills
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerLimits:
+    """Sizes in tokens, sequences and pages; from EngineConfig."""
+
+    max_batch_size: int
+    max_step_tokens: int
+    max_chunk_tokens: int
+    max_prefill_seqs: int
+    page_tokens: int
+
+
+class Scheduler:
+    """Owns the queue, the slots and every sequence's pages. `load(adapter)` must write a newly resident adapter."""
+
+    def __init__(
+        self, limits: SchedulerLimits, pool: PagePool, adapters: AdapterStore, load: Callable[[Adapter], None]
+    ) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._adapters = adapters
+        self._load = load
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.preemptions = 0
+        self._slots = list(range(limits.max_batch_size - 1, -1, -1))
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold the KV of so many tokens."""
+        return -(-tokens // self._limits.page_tokens)
+
+    def schedule(self) -> StepPlan:
+        """The next step; advances `num_computed` and `pending` of what it takes. Empty where nothing can run."""
+        plan = StepPlan([], [])
+        for sequence in list(self.running):  # decodes first: a long prompt never stalls them
+            if sequence.slot is not None and sequence.remaining == 1 and not sequence.complete:
+                self._take(plan, sequence)
+        for sequence in list(self.running):
+            if sequence.slot is not None and sequence.remaining > 1:
+                self._take(plan, sequence)
+        while self.waiting and self._has_budget(plan) and self._admit(self.waiting[0]):
+            self._take(plan, self.running[-1])
+        return self._commit(plan)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Give back what a sequence holds; it is never scheduled again."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        else:
+            self._stop_running(sequence)
+
+    def check_integrity(self) -> None:
+        """Pages, slots and pins add up; raises AssertionError saying what does not."""
+        self._pool.check_integrity(
+            [s.pages for s in self.running], [a.pages for a in self._adapters if a.pages is not None]
+        )
+        slots = [s.slot for s in self.running]
+        assert sorted([*slots, *self._slots]) == list(range(self._limits.max_batch_size)), f"slots {slots}"
+        assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds pages"
+        pins = collections.Counter(id(s.adapter) for s in self.running if s.adapter is not None)
+        for adapter in self._adapters:
+            assert adapter.pins == pins[id(adapter)], f"adapter '{adapter.name}' has {adapter.pins} pins"
+            assert not adapter.pins or adapter.pages is not None, f"adapter '{adapter.name}' runs without pages"
+        for s in self.running:
+            assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
+
+    def _has_budget(self, plan: StepPlan) -> bool:
+        return (
+            plan.num_tokens < self._limits.max_step_tokens and len(plan.prefills) < self._limits.max_prefill_seqs
+        )
+
+    def _take(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Put as much of a running sequence into the plan as budget and pages allow."""
+        count = min(
+            sequence.remaining, self._limits.max_chunk_tokens, self._limits.max_step_tokens - plan.num_tokens
+        )
+        if count > 1 and len(plan.prefills) >= self._limits.max_prefill_seqs:
+            return
+        if count < 1 or not self._ensure_pages(plan, sequence, sequence.num_computed + count):
+            return
+        chunk = Chunk(sequence, sequence.num_computed, count, samples=count == sequence.remaining)
+        (plan.decodes if count == 1 else plan.prefills).append(chunk)
+
+    def _ensure_pages(self, plan: StepPlan, sequence: Sequence, tokens: int) -> bool:
+        """Grow a running sequence to `tokens`; preempts younger sequences, at last itself (then False)."""
+        need = self.pages_for(tokens) - len(sequence.pages)
+        while need > 0 and not self._adapters.make_room(need):
+            victim = self.running[-1]
+            self._preempt(plan, victim)
+            if victim is sequence:
+                return False
+        if need > 0:
+            pages = self._pool.allocate(need, "kv")
+            assert pages is not None
+            sequence.pages += pages
+        return True
+
+    def _preempt(self, plan: StepPlan, sequence: Sequence) -> None:
+        for chunks in (plan.decodes, plan.prefills):
+            chunks[:] = [c for c in chunks if c.sequence is not sequence]
+        self._stop_running(sequence)
+        sequence.num_computed = 0
+        sequence.request.metrics.num_preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot = None
+        self._pool.release(sequence.pages)
+        sequence.pages = []
+        if sequence.adapter is not None:
+            self._adapters.unpin(sequence.adapter)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move the head of the queue to the running ones, with its adapter resident, if all of it fits now.
+
+        A preempted sequence waits until the tokens it had sampled have come back from the device.
+        """
+        if not self._slots or sequence.pending:
+            return False
+        first = min(sequence.remaining, self._limits.max_chunk_tokens)
+        adapter = sequence.adapter
+        absent = adapter if adapter is not None and adapter.pages is None else None
+        # One page in hand for each running sequence, so that admission does not preempt in the next step.
+        need = self.pages_for(first) + len(self.running) + (absent.num_pages if absent else 0)
+        if self.running and not self._adapters.can_make_room(need, keep=adapter):
+            return False
+        if absent is not None:
+            self._adapters.make_resident(absent)
+            self._load(absent)
+        if adapter is not None:
+            self._adapters.pin(adapter)
+        self.waiting.popleft()
+        sequence.slot = self._slots.pop()
+        self.running.append(sequence)
+        return True
+
+    def _commit(self, plan: StepPlan) -> StepPlan:
+        now = time.monotonic()
+        for chunk in plan:
+            if chunk.sequence.request.metrics.first_scheduled_time is None:
+                chunk.sequence.request.metrics.first_scheduled_time = now
+            chunk.sequence.num_computed += chunk.count
+            chunk.sequence.pending += chunk.samples
+        return plan

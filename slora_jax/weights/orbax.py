@@ -1,0 +1,52 @@
+"""Orbax checkpoints of the canonical arrays, restored straight into their shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+
+from slora_jax.errors import CheckpointError
+from slora_jax.models.params import ParamSpec
+from slora_jax.weights.resolve import ORBAX_FOLDER
+from slora_jax.weights.source import raise_problems
+
+
+def save_orbax(folder: Path, params: Mapping[str, jax.Array]) -> None:
+    """Writes `params` under `folder`; returns when they are on disk."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.resolve() / ORBAX_FOLDER, dict(params))
+        checkpointer.wait_until_finished()
+
+
+def load_orbax(
+    folder: Path, specs: Mapping[str, ParamSpec], targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """The arrays in the dtypes and shardings of `targets`; every device reads its own shard.
+
+    Raises CheckpointError where names or shapes are not those of `specs`, or the files cannot be read.
+    """
+    path = folder.resolve() / ORBAX_FOLDER
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            tree = checkpointer.metadata(path).item_metadata.tree
+            found = {str(name): tuple(array.shape) for name, array in tree.items()}
+        except (ValueError, OSError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: not a readable Orbax checkpoint ({error}); convert it again"
+            ) from error
+        problems = [f"{path}: array '{n}' {list(specs[n].shape)} is missing" for n in specs if n not in found]
+        problems += [f"{path}: array '{n}' is no part of this model" for n in found if n not in specs]
+        problems += [
+            f"{path}: array '{n}' has shape {list(found[n])}, the config wants {list(spec.shape)}"
+            for n, spec in specs.items()
+            if n in found and found[n] != spec.shape
+        ]
+        raise_problems(problems)
+        try:
+            restored: dict[str, jax.Array] = checkpointer.restore(path, dict(targets))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot be restored ({error}); convert it again") from error
+    return restored

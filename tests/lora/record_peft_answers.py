@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "regex": {"r": 2, "target_modules": r".*\.[1-3]\.(self_attn\.[qv]|mlp\.up)_proj"},
     "regex must match the whole path": {"r": 2, "target_modules": r"model\.layers\.(1|11)\..*k_proj"},
     "regex with an alternative at the top": {"r": 2, "target_modules": r".*\.0\..*q_proj|.*\.5\..*o_proj"},
+    "regex is no prefix": {"r": 2, "target_modules": r".*\.0\..*q_proj|model\.layers\.2\.m"},
     "suffix with parents": {"r": 2, "target_modules": ["self_attn.q_proj", "1.self_attn.v_proj"]},
     "suffix starts at a dot": {"r": 2, "target_modules": ["_proj", "proj", "attn.k_proj", "v_proj"]},
     "whole path": {"r": 2, "target_modules": ["model.layers.3.mlp.gate_proj", "layers.1.mlp.up_proj"]},

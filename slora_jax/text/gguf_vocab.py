@@ -126,21 +126,27 @@ def build(metadata: Mapping[str, Any], source: str) -> GgufVocab:
     special = {
         f"{name}_token": tokens[i] for name, i in named.items() if name in ("bos", "eos", "unk", "pad")
     }
-    before = [special["bos_token"]] if metadata.get("ggml.add_bos_token", add_bos) and "bos" in named else []
-    after = [special["eos_token"]] if metadata.get("ggml.add_eos_token", False) and "eos" in named else []
-    set_added_ends(backend, before, after)
+    bos = special.get("bos_token") if metadata.get("ggml.add_bos_token", add_bos) else None
+    eos = special.get("eos_token") if metadata.get("ggml.add_eos_token", False) else None
+    set_added_ends(backend, bos, eos)
     templates = {"default": metadata["chat_template"]} if "chat_template" in metadata else {}
     for name in metadata.get("chat_templates") or ():
         templates[name] = metadata[f"chat_template.{name}"]
-    eos = tuple(dict.fromkeys(named[name] for name in ("eos", "eot", "eom") if name in named))
-    return GgufVocab(backend, named.get("bos"), eos, special, templates)
+    ends = tuple(dict.fromkeys(named[name] for name in ("eos", "eot", "eom") if name in named))
+    return GgufVocab(backend, named.get("bos"), ends, special, templates)
 
 
-def set_added_ends(backend: tokenizers.Tokenizer, before: Sequence[str], after: Sequence[str]) -> None:
-    """Make `encode` put these tokens (of the vocabulary) before and after the text, and nothing else."""
-    ends = [(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
+def set_added_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make `encode` put these tokens of the vocabulary before and after the text, and nothing else."""
+    single: list[str] = ["$A"]
+    ends = []
+    # Under names of our own: in a template, the text of a token must not hold spaces or colons.
+    for name, token, place in (("bos", bos, 0), ("eos", eos, len(single) + 1)):
+        if token is not None:
+            single.insert(place, name)
+            ends.append({"id": name, "ids": [backend.token_to_id(token)], "tokens": [token]})
     backend.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after], pair=[*before, "$A", "$B:1", *after], special_tokens=ends
+        single=single, pair=[*single, "$B:1"], special_tokens=ends
     )
 
 
@@ -187,7 +193,11 @@ def _byte_level(
 def _sentencepiece(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], source: str
 ) -> tokenizers.Tokenizer:
-    """Llama's SentencePiece BPE: pieces become merges in order of their scores, as in HF's conversion."""
+    """Llama's SentencePiece BPE: pieces become merges in order of their scores, as in HF's conversion.
+
+    A space goes in front of every stretch of text between special tokens, as in llama.cpp and Llama 2's own
+    tokenizer.json.
+    """
     scores = metadata.get("ggml.scores")
     if not scores:
         raise ValueError(f"{source}: tokenizer.ggml.scores is missing")

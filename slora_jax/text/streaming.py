@@ -192,14 +192,14 @@ def _check_per_token(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int
     names = [step["type"] for step in steps]
     fused = steps[names.index("Fuse") + 1 :] if "Fuse" in names else []
     before = names[: names.index("Fuse")] if "Fuse" in names else names
-    unknown = set(before) - {"Replace", "ByteFallback", "Metaspace", "WordPiece", "Strip"}
+    unknown = set(before) - {"Replace", "ByteFallback", "Metaspace", "WordPiece"}
     strip = fused[0] if fused and fused[0]["type"] == "Strip" and not fused[0]["stop"] else None
     if strip is not None:  # these treat the first token by themselves; no model has both
         unknown |= set(before) & {"Metaspace", "WordPiece"}
     if unknown or len(fused) != (strip is not None):
         raise ValueError(
             f"tokenizer: decoder {' + '.join(names)} cannot be streamed exactly; supported are ByteLevel and "
-            "sequences of Replace, ByteFallback, Metaspace, WordPiece, Strip, then Fuse and a left Strip"
+            "sequences of Replace, ByteFallback, Metaspace, WordPiece, then Fuse and a left Strip"
         )
     return (None if strip is None else (strip["content"], strip["start"])), "ByteFallback" in before
 

@@ -231,9 +231,9 @@ def _apply_added_ends(
     """Where tokenizer_config.json says whether BOS or EOS are added, it wins (as in transformers)."""
     if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
         return
-    before = [special["bos_token"]] if config.get("add_bos_token") and "bos_token" in special else []
-    after = [special["eos_token"]] if config.get("add_eos_token") and "eos_token" in special else []
-    gguf_vocab.set_added_ends(backend, before, after)
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    gguf_vocab.set_added_ends(backend, bos, eos)
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,330 @@
+"""The device sampler: one token a row from logits, without sorting the vocabulary.
+
+Pure functions for the engine's jitted step. Alphabet: R rows, v vocabulary, S slots of penalty history.
+A row's token depends on its own logits, parameters, history, seed and position alone, never on R, on its
+index or on the other rows; a row of NaN spoils only itself.
+
+Order, as in vLLM V1: logit_bias and min_tokens, then repetition, frequency and presence penalties, then
+temperature, min_p, top_k, top_p, and the draw. Every filter is a threshold on a row (`x >= t`), so tokens
+that tie at a threshold stay or go together: all that equal the k-th largest logit are kept, and all whose
+probability (in float32) equals that of the last token of the nucleus. min_p is relative to the largest
+probability; top_p is of what min_p and top_k left, renormalised.
+
+Passes over the [R, v] logits (reads unless said otherwise), each part taken only if a live row asks for it:
+    all greedy       1
+    bias, penalties  copy + scatter; gather of the history, read, write
+    sampled          argmax, max, exp (read, write), draw: about 5
+    top_k            + 32, one float32 threshold bit each (a count)
+    top_p            + 31, of the weights (a sum)
+    logprobs         3, + 1 for each of the most alternatives that a row of the batch asked for
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry_2x32
+
+PROMPT_BIT = 1 << 30  # of a count: the token occurs in the prompt; the bits below count it in the output
+_BLOCK = 128  # columns reduced together in an argmax
+_MAX = float(np.finfo(np.float32).max)
+_ONE = 0x3F800000  # the bits of float32 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingRows:
+    """How each of R rows is drawn, in the meaning of `SamplingParams`. Padding rows may hold anything finite.
+
+    `bias_*` is one packed list for the batch: `bias_value[i]` is added to the logit of `bias_token[i]` in row
+    `bias_row[i]`; row == R is padding. It holds logit_bias, and -inf for the tokens that min_tokens bans
+    (which wins over any bias). Tokens must lie in [0, v).
+    """
+
+    temperature: jax.Array  # f32[R]; 0: greedy
+    top_k: jax.Array  # i32[R]; 0 (or >= v): off
+    top_p: jax.Array  # f32[R] in (0, 1]; 1: off
+    min_p: jax.Array  # f32[R] in [0, 1]; 0: off
+    repetition_penalty: jax.Array  # f32[R] > 0; 1: off
+    presence_penalty: jax.Array  # f32[R]; 0: off
+    frequency_penalty: jax.Array  # f32[R]; 0: off
+    seed: jax.Array  # u32[R, 2], both halves of a 64-bit seed
+    position: jax.Array  # i32[R], output tokens of the sequence drawn before this one
+    num_logprobs: jax.Array  # i32[R]; -1: none, 0: only the chosen token's, n: and the n most likely
+    bias_row: jax.Array  # i32[K]
+    bias_token: jax.Array  # i32[K]
+    bias_value: jax.Array  # f32[K]; -inf and +inf are allowed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SampleResult:
+    """Tokens, and log-softmax of the logits as the model gave them (vLLM's raw_logprobs).
+
+    `rank` is the number of tokens whose logit is at least the chosen one's (vLLM's count): 1 for the single
+    most likely, 2 for either of two that tie there. `top_tokens` come best first, ties by token id. A row
+    that asked for nothing has logprob 0 and rank 0; alternatives that it did not ask for, or whose logit is
+    -inf, are token -1 with -inf.
+    """
+
+    tokens: jax.Array  # i32[R]
+    logprob: jax.Array  # f32[R]
+    rank: jax.Array  # i32[R]
+    top_tokens: jax.Array  # i32[R, max_logprobs]
+    top_logprobs: jax.Array  # f32[R, max_logprobs]
+
+
+def update_token_counts(
+    counts: jax.Array, slot: jax.Array, token: jax.Array, is_prompt: jax.Array, reset_slot: jax.Array
+) -> jax.Array:
+    """Zero `counts[reset_slot]`, then enter each (slot, token); in place where `counts` is donated.
+
+    `counts` i32[S, v]: bit 30 is set for a token of the prompt, the low bits count it in the output.
+    `slot`, `token` i32[T], `is_prompt` bool[T]; slot == S: dropped. `reset_slot` i32[N]; S: none. Prompt and
+    output tokens may come in any order and repeat. Cost: T scattered words, and N rows of v, reset or not.
+    """
+    slots = counts.shape[0]
+    counts = counts.at[reset_slot].set(0, mode="drop")
+    prompt_slot = jnp.where(is_prompt, slot, slots)
+    marked = counts.at[slot, token].get(mode="clip") | PROMPT_BIT  # repeats write the same word
+    counts = counts.at[prompt_slot, token].set(marked, mode="drop")
+    return counts.at[jnp.where(is_prompt, slots, slot), token].add(1, mode="drop")
+
+
+def sample(
+    logits: jax.Array, rows: SamplingRows, counts: jax.Array, slot: jax.Array, *, max_logprobs: int
+) -> SampleResult:
+    """Draw one token a row: argmax of the edited logits at temperature 0, else Gumbel-max of those kept.
+
+    `logits` f32[R, v]; `counts` i32[S, v] as `update_token_counts` keeps it; `slot` i32[R], the row's history
+    (S: a padding row, which turns no part on and whose results mean nothing; rows without penalties may name
+    any slot). `max_logprobs` is the static width of the alternatives. A row with every token at -inf draws
+    any token; one with NaN gives some valid token. Raises ValueError where the shapes do not fit.
+    """
+    num_rows, vocab = logits.shape
+    if rows.temperature.shape != (num_rows,) or counts.shape[1] != vocab:
+        raise ValueError(
+            f"logits {logits.shape} need {num_rows} sampling rows and counts of {vocab} columns, "
+            f"got {rows.temperature.shape} and {counts.shape}"
+        )
+    live = slot < counts.shape[0]
+    sampled = live & (rows.temperature > 0)
+    biased = jnp.any(rows.bias_row < num_rows)
+    penalised = jnp.any(
+        live & ((rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0))
+    )
+
+    def choose() -> jax.Array:
+        edited = lax.cond(biased, lambda x: _add_bias(x, rows), lambda x: x, logits)
+        edited = lax.cond(penalised, lambda x: _penalise(x, rows, counts, slot), lambda x: x, edited)
+        greedy = _first_argmax(edited)
+        tokens: jax.Array = lax.cond(
+            jnp.any(sampled), lambda: jnp.where(sampled, _draw(edited, rows, sampled), greedy), lambda: greedy
+        )
+        return tokens
+
+    # One branch around everything: a conditional that returned [R, v] would copy it for greedy batches, too.
+    plain = ~(biased | penalised | jnp.any(sampled))
+    tokens = lax.cond(plain, lambda: _first_argmax(logits), choose)
+    logprob, rank, top_tokens, top_logprobs = _logprobs(
+        logits, tokens, jnp.where(live, jnp.minimum(rows.num_logprobs, max_logprobs), -1), max_logprobs
+    )
+    return SampleResult(tokens, logprob, rank, top_tokens, top_logprobs)
+
+
+def _add_bias(x: jax.Array, rows: SamplingRows) -> jax.Array:
+    # Finite from above, so that a ban (-inf) beats a bias of +inf instead of making NaN.
+    value = jnp.minimum(rows.bias_value, _MAX)
+    return x.at[rows.bias_row, rows.bias_token].add(value, mode="drop")
+
+
+def _penalise(x: jax.Array, rows: SamplingRows, counts: jax.Array, slot: jax.Array) -> jax.Array:
+    """Repetition as HF's (in prompt or output: x / p above 0, else x * p); the others as OpenAI's."""
+    history = counts.at[slot].get(mode="clip")  # i32[R, v]
+    output = (history & (PROMPT_BIT - 1)).astype(jnp.float32)
+    repetition = rows.repetition_penalty[:, None]
+    x = jnp.where(history != 0, jnp.where(x > 0, x / repetition, x * repetition), x)
+    return x - rows.frequency_penalty[:, None] * output - rows.presence_penalty[:, None] * (output > 0)
+
+
+def _draw(x: jax.Array, rows: SamplingRows, sampled: jax.Array) -> jax.Array:
+    """argmax of w / E over the tokens kept, w = exp((x - max x) / temperature), E exponential noise.
+
+    That is Gumbel-max: log w - log E = x / temperature + Gumbel noise + a constant of the row. Weights lie in
+    [0, 1] with a 1 in every row, so nothing overflows, whatever the temperature or bias; 0 is a token cut.
+    """
+    vocab = x.shape[1]
+    largest = jnp.max(x, axis=1)
+    by_k = sampled & (rows.top_k > 0) & (rows.top_k < vocab)
+    cut = lax.cond(
+        jnp.any(by_k),
+        lambda: jnp.where(by_k, _kth_largest(x, largest, rows.top_k), -jnp.inf),
+        lambda: jnp.full_like(largest, -jnp.inf),
+    )
+    temperature = jnp.where(sampled, rows.temperature, 1.0)
+    weight = jnp.exp((x - largest[:, None]) / temperature[:, None])
+    weight = jnp.where(x == largest[:, None], 1.0, weight)  # also where both are infinite
+    kept = (x >= cut[:, None]) & (weight >= rows.min_p[:, None])
+    weight = jnp.where(kept, weight, 0.0)
+    by_p = sampled & (rows.top_p < 1)
+    floor = lax.cond(
+        jnp.any(by_p),
+        lambda: jnp.where(by_p, _nucleus(weight, rows.top_p), 0.0),
+        lambda: jnp.zeros_like(largest),
+    )
+    noise = _exponential_noise(rows.seed, rows.position, vocab)
+    return _first_argmax(jnp.where((weight > 0) & (weight >= floor[:, None]), weight / noise, -1.0))
+
+
+def _kth_largest(x: jax.Array, largest: jax.Array, k: jax.Array) -> jax.Array:
+    """f32[R]: the k-th largest of each row of x f32[R, v], 1 <= k <= v; exact, in 32 counts."""
+    low = jnp.full_like(largest, -jnp.inf)
+    return _bisect(
+        lambda t: jnp.sum(x >= t[:, None], axis=1, dtype=jnp.int32) >= k,
+        _ordered(low),
+        _ordered(largest) + 1,
+        32,
+    )
+
+
+def _nucleus(weight: jax.Array, top_p: jax.Array) -> jax.Array:
+    """f32[R]: the largest t with the weights >= t adding up to top_p of all; weight f32[R, v] in [0, 1]."""
+    mass = top_p * jnp.sum(weight, axis=1)
+    low = jnp.zeros_like(mass, dtype=jnp.int32)
+    return _bisect(
+        lambda t: jnp.sum(jnp.where(weight >= t[:, None], weight, 0.0), axis=1) >= mass,
+        low,
+        low + (_ONE + 1),
+        30,
+    )
+
+
+def _bisect(
+    holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array, steps: int
+) -> jax.Array:
+    """f32[R]: the largest float in [low, high), bounds as `_ordered` images, up to which `holds` is true.
+
+    `holds` maps f32[R] to bool[R], is true at low, and once false stays so. Exact if high - low <= 2**steps.
+    """
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # floor of the mean, without overflow
+        up = holds(lax.bitcast_convert_type(_flip(middle), jnp.float32))
+        return jnp.where(up, middle, low), jnp.where(up, high, middle)
+
+    low, _ = lax.fori_loop(0, steps, halve, (low, high))
+    return lax.bitcast_convert_type(_flip(low), jnp.float32)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """i32 image of f32 x with x < y iff image(x) < image(y) (-0.0 counts as below 0.0)."""
+    return _flip(lax.bitcast_convert_type(x, jnp.int32))
+
+
+def _flip(bits: jax.Array) -> jax.Array:
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)  # its own inverse
+
+
+def _exponential_noise(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    """f32[R, vocab] in [1e-10, inf]: exponential noise, a function of (seed, position, token) alone.
+
+    Threefry gives each row two words for its (seed, position); mixing the token id with them (the
+    multiply-xorshift `lowbias32` of Wellons' hash prospector, twice) gives 32 bits a token. -log1p(-u) keeps
+    full precision near 0, where the winner of 128k tokens lies; u = 0 does not occur, and u = 1 gives inf:
+    never drawn unless alone.
+    """
+
+    def row_words(seed: jax.Array, position: jax.Array) -> jax.Array:
+        words: jax.Array = threefry_2x32(
+            seed, jnp.stack([position, jnp.zeros_like(position)]).astype(jnp.uint32)
+        )
+        return words
+
+    words = jax.vmap(row_words)(seed, position)  # u32[R, 2]
+    token = lax.iota(jnp.uint32, vocab)[None, :]
+    bits = _mix(_mix(token ^ words[:, :1]) + words[:, 1:])
+    return -jnp.log1p(-((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _first_argmax(x: jax.Array) -> jax.Array:
+    """i32[R]: where each row of x f32[R, v] is largest, the first on ties; one pass.
+
+    Maxima of blocks first: XLA's own argmax takes value and index together, 25 times slower on a CPU.
+    """
+    num_rows, vocab = x.shape
+    if vocab % _BLOCK:
+        return jnp.argmax(x, axis=1).astype(jnp.int32)
+    blocks = x.reshape(num_rows, vocab // _BLOCK, _BLOCK)
+    best = jnp.argmax(jnp.max(blocks, axis=2), axis=1)
+    block = jnp.take_along_axis(blocks, best[:, None, None], axis=1)[:, 0]
+    return (best * _BLOCK + jnp.argmax(block, axis=1)).astype(jnp.int32)
+
+
+type _Logprobs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def _logprobs(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, width: int) -> _Logprobs:
+    """The last four fields of `SampleResult`; `wanted` i32[R] <= width, below 0: none."""
+    rows = logits.shape[0]
+    fill = (
+        jnp.zeros_like(logits, shape=(rows,)),
+        jnp.zeros_like(tokens),
+        jnp.full_like(tokens, -1, shape=(rows, width)),
+        jnp.full_like(logits, -jnp.inf, shape=(rows, width)),
+    )
+
+    def compute() -> _Logprobs:
+        largest = jnp.max(logits, axis=1, keepdims=True)
+        log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+        rank = jnp.sum(logits >= chosen, axis=1, dtype=jnp.int32)
+        top_tokens, top_values = _top(logits, wanted, fill[2], fill[3])
+        asked = wanted >= 0
+        return (
+            jnp.where(asked, (chosen - largest - log_sum)[:, 0], 0.0),
+            jnp.where(asked, rank, 0),
+            top_tokens,
+            jnp.where(top_tokens >= 0, top_values - largest - log_sum, -jnp.inf),
+        )
+
+    out: _Logprobs = lax.cond(jnp.any(wanted >= 0), compute, lambda: fill)
+    return out
+
+
+def _top(
+    logits: jax.Array, wanted: jax.Array, tokens: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Fill column i of `tokens`, `values` [R, width] with the i-th best token and logit of rows that want it.
+
+    Each column is one pass: the best of what comes after the column before it, by logit, then by token id.
+    """
+    if not tokens.shape[1]:
+        return tokens, values
+    column = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+
+    def next_best(i: jax.Array, state: _Logprobs) -> _Logprobs:
+        token, value, tokens, values = state
+        after = (logits < value[:, None]) | ((logits == value[:, None]) & (column > token[:, None]))
+        rest = jnp.where(after, logits, -jnp.inf)
+        token = _first_argmax(rest)
+        value = jnp.max(rest, axis=1)
+        there = (i < wanted) & (value > -jnp.inf)
+        tokens = tokens.at[:, i].set(jnp.where(there, token, -1))
+        values = values.at[:, i].set(jnp.where(there, value, -jnp.inf))
+        return token, value, tokens, values
+
+    start = (jnp.full_like(wanted, -1), jnp.full_like(logits, jnp.inf, shape=wanted.shape), tokens, values)
+    _, _, tokens, values = lax.fori_loop(0, jnp.max(wanted), next_best, start)
+    return tokens, values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what the user can mend is told in one line, anything else keeps its traceback."""
     args = make_parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     try:
         code = args.run(args)
         sys.stdout.flush()
@@ -43,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, UnknownAdapterError) as error:
         if args.traceback:
             raise
-        print(f"slora-jax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        message = " ".join(str(error).split())
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"slora-jax: error: {message}{notes}", file=sys.stderr)
         return 2
 
 

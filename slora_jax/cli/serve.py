@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,8 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         "serve",
         usage="slora-jax serve MODEL [--adapters NAME=PATH ...] [options]",
         help="answer OpenAI's API over HTTP, an adapter chosen by `model`",
-        description="Serve the base model and its adapters behind OpenAI's HTTP API. A request's `model` names\n"
-        "the adapter. Adapters can be loaded and unloaded while it runs.",
+        description="Serve the base model and its adapters behind OpenAI's HTTP API. A request's `model`\n"
+        "names the adapter. Adapters can be loaded and unloaded while it runs.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[common],
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         admin_api_key=server_config.admin_api_key or os.environ.get("SLORA_ADMIN_API_KEY"),
     )
     adapters = unique_adapters(args.adapters)
+    logging.getLogger("slora_jax").setLevel(args.log_level.upper())
 
     def load_engine() -> Engine:
         from slora_jax.engine import Engine

@@ -1,0 +1,156 @@
+"""The commands as a user meets them: help, answers of a tiny model, one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slora_jax
+from slora_jax.cli import demo, smollm2
+from slora_jax.cli.main import main
+
+ENGINE = "--load-format dummy --dtype float32 --num-pages 64 --max-batch-size 4 --max-step-tokens 32".split()
+
+
+def _run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        code = main(argv)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [1, 2, 3]}\n\n{"prompt": [4, 5], "adapter_id": null}\n')
+    return path
+
+
+def test_help_lists_the_commands_and_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = _run("--help", capsys=capsys)
+    assert code == 0
+    commands = ("demo", "generate", "serve", "convert")
+    assert all(f"\n    {name} " in out for name in commands)
+    for name in commands:
+        code, out, _ = _run(name, "--help", capsys=capsys)
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 105
+
+
+def test_help_and_version_do_not_wait_for_jax() -> None:
+    code = "import sys; from slora_jax.cli.main import make_parser; make_parser(); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--version", capsys=capsys)[:2] == (0, f"slora-jax {slora_jax.__version__}\n")
+
+
+def test_generate_prints_answers_in_order(
+    tiny_model_dir: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("generate", str(tiny_model_dir), "--prompts", str(prompts), *ENGINE, "--temperature", "0")
+    code, out, _ = _run(*arguments, "--max-tokens", "4", "--n", "2", "--json", capsys=capsys)
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(a["prompt_index"], a["index"], a["prompt"]) for a in answers] == [
+        (0, 0, [1, 2, 3]),
+        (0, 1, [1, 2, 3]),
+        (1, 0, [4, 5]),
+        (1, 1, [4, 5]),
+    ]
+    assert all(len(a["token_ids"]) == 4 and a["finish_reason"] == "length" for a in answers)
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+
+    code, out, _ = _run(*arguments, "--max-tokens", "4", "--json", "--stream", capsys=capsys)
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    for line in out.splitlines():
+        event: dict[str, Any] = json.loads(line)
+        streamed[event["prompt_index"]] += event["token_ids"]
+    assert streamed == {0: answers[0]["token_ids"], 1: answers[2]["token_ids"]}
+
+    code, out, _ = _run(*arguments, "--max-tokens", "4", capsys=capsys)
+    assert out.splitlines()[::2] == ["--- base: [1, 2, 3]", "--- base: [4, 5]"]
+    assert [int(t) for t in out.splitlines()[1].split()] == answers[0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate MODEL", "give at least one --prompt"),
+        ("generate MODEL --prompt x --top-p 2", "top_p must be in (0, 1], got 2.0"),
+        ("generate MODEL --prompt x --max-batch-size 0", "max_batch_size must be at least 1, got 0"),
+        ("generate MODEL --prompt-for a x", "add --adapter a=PATH"),
+        ("generate MODEL --prompt x --adapter a=1 a=2", "adapter 'a' is given twice"),
+        ("generate MODEL --prompt x --adapter a", "expected NAME=PATH, got 'a'"),
+        ("generate MODEL --prompts /nowhere.jsonl", "/nowhere.jsonl"),
+        ("generate ./nowhere --prompt x", "nowhere"),
+        ("generate MODEL --prompt x --load-format dummy --dtype float32 --num-pages 64", "has no tokenizer"),
+        (
+            "generate MODEL --chat --prompt x --load-format dummy --dtype float32 --num-pages 64",
+            "chat template",
+        ),
+        ("generate MODEL --adapter a=./nowhere --prompt x --load-format dummy --num-pages 64", "nowhere"),
+        ("convert MODEL MODEL", "exists and is not an empty folder"),
+        ("serve MODEL --api-key k --admin-api-key k", "admin_api_key must differ"),
+        ("demo --adapters-dir ./nowhere", "no adapter folders in nowhere"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(
+    arguments: str, message: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [str(tiny_model_dir) if word == "MODEL" else word for word in arguments.split()]
+    code, out, err = _run(*argv, capsys=capsys)
+    assert code == 2
+    assert out == ""
+    line = err.splitlines()[-1]
+    assert message in line
+    assert line.startswith("slora-jax")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", '["list"]', '{"text": "x"}', '{"prompt": "x", "adapter": "typo of adapter_id"}']
+)
+def test_a_malformed_line_of_prompts_is_shown(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    code, _, err = _run("generate", "model", "--prompts", str(path), capsys=capsys)
+    assert code == 2
+    assert line in err
+
+
+def test_traceback_shows_where_an_error_arose(tiny_model_dir: Path) -> None:
+    with pytest.raises(ValueError, match="give at least one"):
+        main(["generate", str(tiny_model_dir), "--traceback"])
+
+
+def test_demo_finds_adapter_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b", "a"):
+        (tmp_path / "examples" / "adapters" / name).mkdir(parents=True)
+        (tmp_path / "examples" / "adapters" / name / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert list(demo.find_adapters()) == ["a", "b"]
+    monkeypatch.chdir("/")
+    with pytest.raises(FileNotFoundError, match="--adapters-dir"):
+        demo.find_adapters(tmp_path)
+
+
+def test_smollm2_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLORA_SMOLLM2_GGUF", str(tmp_path / "model.gguf"))
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        smollm2.find_gguf()
+    (tmp_path / "model.gguf").touch()
+    assert smollm2.find_gguf() == tmp_path / "model.gguf"

@@ -44,9 +44,9 @@ def gguf_name(name: str) -> str:
 
 
 class _WholeReader(GGUFReader):
-    """GGUFReader over a plain array: it slices `data` for every value, and np.memmap slices 3 times slower."""
+    """GGUFReader over a plain array: it slices `data` for every value, and np.memmap slices slowly."""
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> Array:
         return self._data
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+import orbax.checkpoint as ocp
 
 from slora_jax.errors import CheckpointError
 from slora_jax.models.params import ParamSpec

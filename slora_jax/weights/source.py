@@ -1,8 +1,8 @@
 """The one protocol that file formats are read through, and the layout shared by HF and GGUF files.
 
 Both store a projection as a matrix [out, in]; the canonical array (`models.params.checkpoint_specs`) has the
-input axes first and heads split. `MatrixSource` translates a canonical index into a block of the stored matrix,
-so that only the rows and columns of a shard are read.
+input axes first and heads split. `MatrixSource` translates a canonical index into a block of the stored
+matrix, so that only the rows and columns of a shard are read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StoredTensor:
 class MatrixSource(abc.ABC):
     """A CheckpointSource over tensors stored as [out, in] matrices; checks the inventory at once.
 
-    Raises CheckpointError naming file, tensor, wanted and found shape for what is missing, extra or misshapen.
+    Raises CheckpointError naming file, tensor, wanted and found shape for any missing, extra or misshapen.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MatrixSource(abc.ABC):
                 )
             elif name not in wanted and not allowed_extra.fullmatch(name):
                 problems.append(
-                    f"{tensor.file}: tensor '{name}' {list(tensor.shape)} is no part of this model (wanted: none)"
+                    f"{tensor.file}: tensor '{name}' {list(tensor.shape)} is no part of this model"
                 )
         raise_problems(problems)
 

@@ -91,7 +91,7 @@ def _whole_folder(target: Path) -> Iterator[Path]:
 
 
 def _write_tokenizer(resolved: ResolvedModel, folder: Path) -> None:
-    """What `load_tokenizer(folder)` and generation defaults need, from the GGUF file or the model's folder."""
+    """What `load_tokenizer(folder)` and generation defaults need, from the GGUF file or the folder."""
     if resolved.path.suffix == ".gguf":
         write_tokenizer_gguf(resolved.path, folder / TOKENIZER_GGUF)
         return

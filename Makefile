@@ -32,7 +32,7 @@ check: lint types packaging ## formatting, lint rules, types, import rules, the 
 
 lint: .venv/ready
 	@echo "check: ruff"
-	@$(PY) -m ruff check -q $(CODE)
+	@$(PY) -m ruff check -q --output-format concise $(CODE)
 	@$(PY) -m ruff format -q --check $(CODE) || { echo "format these files with: make format"; exit 1; }
 
 types: .venv/ready

@@ -31,9 +31,11 @@ def load_orbax(
     path = folder.resolve() / ORBAX_FOLDER
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            tree = checkpointer.metadata(path).item_metadata.tree
-            found = {str(name): tuple(array.shape) for name, array in tree.items()}
-        except (ValueError, OSError, AttributeError) as error:
+            stored = checkpointer.metadata(path).item_metadata
+            if stored is None:
+                raise ValueError("its metadata is missing")
+            found = {str(name): tuple(array.shape) for name, array in stored.tree.items()}
+        except (ValueError, OSError) as error:
             raise CheckpointError(
                 f"{path}: not a readable Orbax checkpoint ({error}); convert it again"
             ) from error

@@ -39,8 +39,7 @@ from slora_jax.server.schemas import (
 
 logger = logging.getLogger(__name__)
 
-_ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # probes and scrapers carry no key
+_HANDLED = (ApiError, ValidationError, HTTPException, EngineDeadError, ShuttingDownError, ClientDisconnect)
 
 
 def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starlette:
@@ -62,63 +61,66 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starl
         finally:
             await engine.shutdown(config.drain_seconds)
 
+    app = Starlette(
+        routes=_routes(config),
+        lifespan=lifespan,
+        exception_handlers={kind: errors.handle for kind in (*_HANDLED, Exception)},
+    )
+    app.router.redirect_slashes = False
+    app.state.context = context
+    return app
+
+
+def _routes(config: ServerConfig) -> list[BaseRoute]:
+    """Every route with the key that it wants; probes and scrapers carry none."""
+    user = [Middleware(RequireKey, key=config.api_key)] if config.api_key else []
     routes: list[BaseRoute] = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/v1/models/{model:path}", model),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"], middleware=user),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"], middleware=user),
+        Route("/v1/models", models, middleware=user),
+        Route("/v1/models/{model:path}", model, middleware=user),
+        Route("/tokenize", tokenize, methods=["POST"], middleware=user),
+        Route("/detokenize", detokenize, methods=["POST"], middleware=user),
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version),
         Route("/metrics", metrics_page),
     ]
     if config.admin_routes:
-        routes.append(Route(_ADMIN_PATHS[0], load_lora_adapter, methods=["POST"]))
-        routes.append(Route(_ADMIN_PATHS[1], unload_lora_adapter, methods=["POST"]))
-    known = (ApiError, ValidationError, HTTPException, EngineDeadError, ShuttingDownError, ClientDisconnect)
-    app = Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        exception_handlers={kind: errors.handle for kind in (*known, Exception)},
-        middleware=[Middleware(ApiKeys, config=config)],
-    )
-    app.state.context = context
-    return app
+        open_to_all = config.api_key is None and config.admin_api_key is None
+        admin = [] if open_to_all else [Middleware(RequireKey, key=config.admin_api_key, who="admin ")]
+        routes += [
+            Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"], middleware=admin),
+            Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"], middleware=admin),
+        ]
+    return routes
 
 
-class ApiKeys:
-    """Answers 401 or 403 to requests without the key of their route (`ServerConfig.api_key`,
-    `.admin_api_key`).
-    """
+class RequireKey:
+    """Middleware of a route: 401 without `Authorization: Bearer <key>`; 403 for all where no key is set."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, who: str = "") -> None:
         self._app = app
-        self._config = config
+        self._key = key
+        self._who = who
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._refusal(Request(scope))):
-            response = await errors.handle(Request(scope), error)
+        """Pass the request on, or refuse it."""
+        request = Request(scope)
+        if error := self._refusal(request):
+            response = await errors.handle(request, error)
             await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def _refusal(self, request: Request) -> ApiError | None:
-        path = request.url.path
-        admin = path in _ADMIN_PATHS
-        key = self._config.admin_api_key if admin else self._config.api_key
-        if admin and key is None and self._config.api_key is not None:
-            message = (
-                "adapters cannot be managed with the ordinary API key: start the server with an admin API key"
-            )
+        if self._key is None:
+            message = "this needs an admin API key, and the server was started without one"
             return ApiError(403, "PermissionDeniedError", message)
-        if key is None or path in _OPEN_PATHS:
-            return None
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), key.encode()):
+        if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._key.encode()):
             return None
-        message = f"missing or wrong {'admin ' if admin else ''}API key: send 'Authorization: Bearer KEY'"
+        message = f"missing or wrong {self._who}API key: send 'Authorization: Bearer KEY'"
         return ApiError(401, "AuthenticationError", message)
 
 
@@ -139,7 +141,7 @@ async def models(request: Request) -> Response:
     """The base, then the adapters that new requests may name."""
     context = ServerContext.of(request)
     cards = [_card(context, None)]
-    cards += [_card(context, info) for info in context.engine.known_adapters if info.state != "draining"]
+    cards += [_card(context, info) for info in context.engine.known_adapters]
     return _json(ModelList(data=cards))
 
 
@@ -150,7 +152,7 @@ async def model(request: Request) -> Response:
     if name == context.base_name:
         return _json(_card(context, None))
     for info in context.engine.known_adapters:
-        if info.name == name and info.state != "draining":
+        if info.name == name:
             return _json(_card(context, info))
     raise context.unknown_model(name)
 

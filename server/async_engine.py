@@ -188,7 +188,7 @@ class AsyncEngine:
         self.max_model_len = engine.max_model_len
         self.config = engine.config
         self.latest_stats = engine.stats()
-        self.known_adapters: tuple[AdapterInfo, ...] = tuple(engine.adapters())
+        self.known_adapters = _registered(engine)  # those that new requests may name
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
             queue.SimpleQueue()
         )
@@ -268,8 +268,7 @@ class AsyncEngine:
 
         def register() -> AdapterInfo:
             info = self._engine.load_adapter(name, prepared, replace=replace)
-            self._publish()
-            self.known_adapters = tuple(self._engine.adapters())
+            self._publish(adapters=True)
             return info
 
         return await self._call(register)
@@ -279,8 +278,7 @@ class AsyncEngine:
 
         def unregister() -> None:
             self._engine.unload_adapter(name)
-            self._publish()
-            self.known_adapters = tuple(self._engine.adapters())
+            self._publish(adapters=True)
 
         await self._call(unregister)
 
@@ -462,9 +460,15 @@ class AsyncEngine:
         for request_id in list(self._routes):
             self._deliver(self._engine.abort(request_id))
 
-    def _publish(self) -> None:
+    def _publish(self, adapters: bool = False) -> None:
+        if adapters:
+            self.known_adapters = _registered(self._engine)
         self.latest_stats = self._engine.stats()
         self._stats_time = time.monotonic()
+
+
+def _registered(engine: EngineLike) -> tuple[AdapterInfo, ...]:
+    return tuple(info for info in engine.adapters() if info.state != "draining")
 
 
 def _receive_all(now: float, batch: list[tuple[EventStream, list[StreamEvent]]]) -> None:

@@ -32,9 +32,7 @@ async def _complete(context: ServerContext, body: CompletionRequest) -> Response
         params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.logprobs)
     except ValueError as error:
         raise bad_request(str(error), str(error).split()[0]) from error
-    if len(body.prompt) * params.n > context.config.max_sequences_per_request:
-        limit = context.config.max_sequences_per_request
-        raise bad_request(f"prompts * n is {len(body.prompt) * params.n}; at most {limit} a request", "n")
+    context.check_sequences(len(body.prompt) * params.n)
     texts = [p for p in body.prompt if isinstance(p, str)]  # all or none
     prompts = await context.encode(texts, body.add_special_tokens) if texts else body.prompt
     for ids in prompts:

@@ -89,6 +89,12 @@ class ServerContext:
             return f"token_id:{token_id}"
         return self.tokenizer.decode([token_id], False)
 
+    def check_sequences(self, count: int) -> None:
+        """Raise ApiError 400 for more sequences (prompts times n) than a request may have."""
+        limit = self.config.max_sequences_per_request
+        if count > limit:
+            raise bad_request(f"prompts * n is {count}; at most {limit} sequences a request", "n")
+
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
         """Raise ApiError 400 naming the limit for an empty prompt or one that leaves too little room."""
         limit = self.engine.max_model_len

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from slora_jax.errors import UnknownAdapterError
 from slora_jax.outputs import StreamEvent, TokenLogprobs
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.async_engine import EventStream, GenerateRequest
@@ -39,12 +40,14 @@ class Piece:
     stop_reason: str | int | None = None
     offset: int = 0
 
-    def extend(self, event: StreamEvent) -> None:
-        """Append an event of the same sequence."""
+    def extend(self, event: StreamEvent, params: SamplingParams) -> None:
+        """Append an event of the same sequence. `stop_reason` is vLLM's: what the request named, not EOS."""
         self.text += event.text
         self.token_ids.extend(event.token_ids)
         self.logprobs.extend(event.logprobs or ())
-        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+        self.finish_reason = event.finish_reason
+        if isinstance(event.stop_reason, str) or event.stop_reason in params.stop_token_ids:
+            self.stop_reason = event.stop_reason
 
 
 class Form(Protocol):
@@ -72,17 +75,17 @@ class Identity:
 
 @dataclasses.dataclass
 class Job:
-    """Prompts of one HTTP request and their events. `requests[i]` continues prompt i in `params.n`
+    """Prompts of one HTTP request and their events. request i continues prompt i in `params.n`
     choices.
     """
 
     requests: list[GenerateRequest]
-    n: int
+    params: SamplingParams
     stream: EventStream
     num_output_tokens: int = 0
 
     def choice(self, event: StreamEvent) -> int:
-        return int(event.request_id.rpartition("-")[2]) * self.n + event.index
+        return int(event.request_id.rpartition("-")[2]) * self.params.n + event.index
 
     def usage(self) -> Usage:
         prompt = sum(len(request.prompt) for request in self.requests)
@@ -106,20 +109,16 @@ async def respond(
     Returns once the engine accepted them (streaming) or all are done. Raises ApiError (400, 404, 500, 503).
     """
     adapter_id = context.adapter_of(body.model)
-    count = len(prompts) * params.n
-    if count > context.config.max_sequences_per_request:
-        limit = context.config.max_sequences_per_request
-        raise bad_request(f"prompts * n is {count}; at most {limit} sequences a request", "n")
     requests = [
         GenerateRequest(f"{identity.id}-{i}", ids, adapter_id, params) for i, ids in enumerate(prompts)
     ]
     try:
         stream = await context.engine.submit(requests)
-    except LookupError as error:  # UnknownAdapterError
+    except UnknownAdapterError as error:  # unloaded a moment ago
         raise context.unknown_model(body.model) from error
     except ValueError as error:
         raise bad_request(str(error)) from error
-    job = Job(requests, params.n, stream)
+    job = Job(requests, params, stream)
     if body.stream:
         return EventStreamResponse(_sse(job, form, body.include_usage, context), stream)
     try:
@@ -140,17 +139,17 @@ def failure(event: StreamEvent) -> ApiError | None:
 
 
 async def _collect(job: Job, form: Form) -> BaseModel:
-    choices = [Piece() for _ in range(len(job.requests) * job.n)]
+    choices = [Piece() for _ in range(len(job.requests) * job.params.n)]
     async for event in job.stream:
         if error := failure(event):
             raise error
-        choices[job.choice(event)].extend(event)
+        choices[job.choice(event)].extend(event, job.params)
         job.num_output_tokens += len(event.token_ids)
     return form.whole(choices, job.usage())
 
 
 async def _sse(job: Job, form: Form, include_usage: bool, context: ServerContext) -> AsyncGenerator[bytes]:
-    offsets = [0] * (len(job.requests) * job.n)
+    offsets = [0] * (len(job.requests) * job.params.n)
     exclude = None if include_usage else {"usage"}  # with it, chunks but the last have `"usage": null`
 
     def frame(chunk: BaseModel) -> bytes:
@@ -167,7 +166,7 @@ async def _sse(job: Job, form: Form, include_usage: bool, context: ServerContext
                 continue  # half a character, or what may become a stop string
             choice = job.choice(event)
             piece = Piece(offset=offsets[choice])
-            piece.extend(event)
+            piece.extend(event, job.params)
             yield frame(form.chunk(choice, piece))
             offsets[choice] += (
                 sum(len(context.token_text(t)) for t in event.token_ids) if event.logprobs else 0

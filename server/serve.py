@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import socket
@@ -45,7 +46,8 @@ def run_server(
                 ws="none",
             )
         )
-        server.run(sockets=[listener])
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
+            server.run(sockets=[listener])
 
 
 def _warn_if_exposed(host: str, config: ServerConfig) -> None:

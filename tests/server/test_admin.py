@@ -1,0 +1,232 @@
+"""Loading and unloading adapters over HTTP: vLLM's words, keys, and which folders may be read."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from slora_jax.server.app import create_app
+from slora_jax.server.async_engine import AsyncEngine
+from slora_jax.server.config import ServerConfig
+from tests.server.fake_engine import ByteTokenizer, FakeEngine
+from tests.server.live import LiveServer, serve
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def error_of(live: LiveServer, path: str, body: Any) -> tuple[int, str, str]:
+    response = live.post(path, body)
+    error = response.json()["error"]
+    assert error["code"] == response.status_code
+    return response.status_code, error["type"], error["message"]
+
+
+def test_load_and_unload_in_vllms_words(server: LiveServer, adapter_dir: Path) -> None:
+    body = {"lora_name": "words", "lora_path": str(adapter_dir)}
+    loaded = server.post(LOAD, body)
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'words' added successfully.")
+    assert loaded.headers["content-type"].startswith("text/plain")
+    status, kind, message = error_of(server, LOAD, body)
+    assert (status, kind) == (400, "InvalidUserInput")
+    assert message.startswith("The lora adapter 'words' has already been loaded.")
+    assert server.post(LOAD, {**body, "load_inplace": True}).status_code == 200
+    unloaded = server.post(UNLOAD, {"lora_name": "words"})
+    assert (unloaded.status_code, unloaded.text) == (
+        200,
+        "Success: LoRA adapter 'words' removed successfully.",
+    )
+    wanted = (404, "NotFoundError", "The lora adapter 'words' cannot be found.")
+    assert error_of(server, UNLOAD, {"lora_name": "words"}) == wanted
+    assert server.post("/v1/completions", {"model": "words", "prompt": "x"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "words"),
+    [
+        ({}, 400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided."),
+        ({"lora_name": "x", "lora_path": ""}, 400, "InvalidUserInput", "must be provided"),
+        ({"lora_name": "x", "lora_path": "/no/such/folder"}, 404, "NotFoundError", "/no/such/folder"),
+        ({"lora_name": "x", "lora_path": "a\0b"}, 400, "BadRequestError", "NUL"),
+        ({"lora_name": "a,b", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
+        ({"lora_name": "../x", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
+        ({"lora_name": "x\n", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
+        ({"lora_name": "é", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
+        ({"lora_name": "x" * 129, "lora_path": "p"}, 400, "InvalidUserInput", "128"),
+        ({"lora_name": "fake-model", "lora_path": "p"}, 400, "InvalidUserInput", "base model"),
+        ({"lora_name": 5, "lora_path": "p"}, 400, "BadRequestError", "lora_name"),
+    ],
+)
+def test_refused_loads(server: LiveServer, body: object, status: int, kind: str, words: str) -> None:
+    assert error_of(server, LOAD, body)[:2] == (status, kind)
+    assert words in error_of(server, LOAD, body)[2]
+
+
+def test_a_bad_adapter_is_the_clients_error_with_its_reason(server: LiveServer, adapter_dir: Path) -> None:
+    (adapter_dir / "adapter_config.json").write_text("{}")
+    status, kind, message = error_of(server, LOAD, {"lora_name": "bad", "lora_path": str(adapter_dir)})
+    assert (status, kind) == (400, "BadRequestError")
+    assert "r is missing" in message
+    assert server.get("/health").status_code == 200
+
+
+def test_a_name_is_free_while_its_old_adapter_drains(adapter_dir: Path) -> None:
+    engine = FakeEngine(tokenizer=ByteTokenizer(), step_seconds=0.01)
+    body = {"lora_name": "a", "lora_path": str(adapter_dir)}
+    with serve(engine) as live, live.openai() as client:
+        assert live.post(LOAD, body).status_code == 200
+        chunks = client.completions.create(model="a", prompt="x" * 50, max_tokens=60, stream=True)
+        next(chunks)
+        assert live.post(UNLOAD, {"lora_name": "a"}).status_code == 200
+        assert [card.id for card in client.models.list()] == ["fake-model"]
+        assert live.post("/v1/completions", {"model": "a", "prompt": "x"}).status_code == 404
+        assert live.post(LOAD, body).status_code == 200
+        assert list(chunks)[-1].choices[0].finish_reason == "stop"
+
+
+def test_of_two_loads_at_once_one_wins(adapter_dir: Path) -> None:
+    with serve(FakeEngine(prepare_seconds=0.1)) as live:
+        statuses: list[int] = []
+        body = {"lora_name": "a", "lora_path": str(adapter_dir)}
+        threads = [
+            threading.Thread(target=lambda: statuses.append(live.post(LOAD, body).status_code))
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(statuses) == [200, 400]
+
+
+def test_a_slow_load_does_not_hold_up_answers(adapter_dir: Path) -> None:
+    with serve(FakeEngine(tokenizer=ByteTokenizer(), prepare_seconds=1.0)) as live:
+        body = {"lora_name": "slow", "lora_path": str(adapter_dir)}
+        loader = threading.Thread(target=live.post, args=(LOAD, body))
+        loader.start()
+        started = time.monotonic()
+        assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
+        assert time.monotonic() - started < 0.8
+        assert loader.is_alive()
+        loader.join()
+
+
+@pytest.fixture
+def root(tmp_path: Path, adapter_dir: Path) -> Path:
+    """A folder with an adapter `good`, and links to what lies outside (`adapter_dir`)."""
+    root = tmp_path / "root"
+    shutil.copytree(adapter_dir, root / "team" / "good")
+    shutil.copytree(adapter_dir, tmp_path / "root-of-another")
+    (root / "link").symlink_to(adapter_dir)
+    (root / "inner-link").symlink_to(root / "team" / "good")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "file-link").mkdir()
+    (root / "file-link" / "adapter_config.json").symlink_to(adapter_dir / "adapter_config.json")
+    return root
+
+
+def test_adapters_must_lie_inside_the_root(root: Path) -> None:
+    with serve(FakeEngine(), ServerConfig(adapter_root=root, drain_seconds=0)) as live:
+        for i, good in enumerate(
+            ("team/good", str(root / "team" / "good"), "team/../team/good", "inner-link")
+        ):
+            assert live.post(LOAD, {"lora_name": f"good{i}", "lora_path": good}).status_code == 200, good
+        assert error_of(live, LOAD, {"lora_name": "x", "lora_path": "team/none"})[0] == 404
+        for bad in (
+            "..",
+            "../adapter",
+            "team/../../adapter",
+            "../root-of-another",
+            str(root.parent / "adapter"),
+            "/etc",
+            "/no/such/folder",
+            "link",
+            "file-link",
+            "loop",
+            "x" * 5000,
+            "~/x/../../..",
+        ):
+            status, kind, message = error_of(live, LOAD, {"lora_name": "bad", "lora_path": bad})
+            assert (status, kind) == (400, "BadRequestError"), bad
+            assert "outside the folder" in message or "cannot be resolved" in message
+        assert [card["id"] for card in live.get("/v1/models").json()["data"][1:]] == [
+            f"good{i}" for i in range(4)
+        ]
+
+
+def test_keys_hold_under_a_prefix(adapter_dir: Path) -> None:
+    config = ServerConfig(api_key="user", admin_api_key="root")
+    app = Starlette(routes=[Mount("/prefix", create_app(AsyncEngine(FakeEngine()), config))])
+    transport = httpx.ASGITransport(app=app)
+
+    async def ask(key: str) -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            headers = {"authorization": f"Bearer {key}"}
+            return (await client.post(f"/prefix{LOAD}", json={}, headers=headers)).status_code
+
+    assert asyncio.run(ask("user")) == 401
+    assert asyncio.run(ask("root")) == 400
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "key", "status"),
+    [
+        ({"api_key": "user", "admin_api_key": "root"}, LOAD, "root", 200),
+        ({"api_key": "user", "admin_api_key": "root"}, LOAD, "user", 401),
+        ({"api_key": "user", "admin_api_key": "root"}, LOAD, None, 401),
+        ({"api_key": "user", "admin_api_key": "root"}, LOAD + "/", "user", 404),
+        ({"api_key": "user", "admin_api_key": "root"}, "/v1/completions", "user", 200),
+        ({"api_key": "user", "admin_api_key": "root"}, "/v1/completions", "root", 401),
+        ({"api_key": "user", "admin_api_key": "root"}, "/v1/completions", "usér", 401),
+        ({"api_key": "user"}, LOAD, "user", 403),
+        ({"admin_api_key": "root"}, LOAD, "root", 200),
+        ({"admin_api_key": "root"}, LOAD, None, 401),
+        ({"admin_api_key": "root"}, "/v1/completions", None, 200),
+        ({"admin_routes": False}, LOAD, None, 404),
+    ],
+)
+def test_keys(adapter_dir: Path, config: dict[str, Any], path: str, key: str | None, status: int) -> None:
+    headers = {} if key is None else {b"authorization": f"Bearer {key}".encode()}
+    body = {"prompt": "x", "lora_name": "a", "lora_path": str(adapter_dir)}
+    engine = FakeEngine(tokenizer=ByteTokenizer())
+    with serve(engine, ServerConfig(drain_seconds=0, **config)) as live:
+        response = live.post(path, body, headers=headers)
+        assert response.status_code == status, response.text
+        if status in (401, 403):
+            kind = {401: "AuthenticationError", 403: "PermissionDeniedError"}[status]
+            assert response.json()["error"]["type"] == kind
+            assert engine.adapters() == []
+
+
+def test_probes_need_no_key_and_the_openai_client_sends_one() -> None:
+    config = ServerConfig(api_key="user", drain_seconds=0)
+    with serve(FakeEngine(tokenizer=ByteTokenizer()), config) as live:
+        for path in ("/health", "/ping", "/version", "/metrics"):
+            assert live.get(path).status_code == 200
+        assert live.get("/v1/models").status_code == 401
+        assert live.post("/tokenize", {"prompt": "x"}).status_code == 401
+        with live.openai("user") as client:
+            assert client.completions.create(model="fake-model", prompt="x").choices[0].text == "base:x"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"api_key": ""}, "must not be empty"),
+        ({"api_key": "x", "admin_api_key": "x"}, "must differ"),
+        ({"max_body_bytes": 0}, "at least 1"),
+        ({"drain_seconds": -1}, "negative"),
+        ({"adapter_root": "/no/such/folder"}, "not a folder"),
+    ],
+)
+def test_wrong_server_configs(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ServerConfig(**settings)

@@ -1,0 +1,261 @@
+"""HTTP beyond the openai client: clients that leave, a dead engine, odd bodies, probes, metrics."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from slora_jax.server.config import ServerConfig
+from tests.server.fake_engine import ByteTokenizer, FakeEngine
+from tests.server.live import LiveServer, serve, wait_for
+
+LONG = {"prompt": "x" * 100, "max_tokens": None, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_goes_away_frees_its_pages(path: str, stream: bool) -> None:
+    engine = FakeEngine(tokenizer=ByteTokenizer(), step_seconds=0.02)
+    body: dict[str, object] = {**LONG, "stream": stream, "n": 3}
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    with serve(engine) as live:
+        with httpx.Client(trust_env=False) as client:
+            if stream:
+                with client.stream("POST", live.url + path, json=body, timeout=10) as response:
+                    next(response.iter_lines())
+                    assert engine.stats().pages_kv > 0
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(live.url + path, json=body, timeout=0.3)
+        started = time.monotonic()
+        wait_for(lambda: engine.stats().num_running == 0, 3)
+        assert time.monotonic() - started < 2  # the whole of it would take 3 s
+        assert engine.stats().requests_aborted == 1
+        assert engine.stats().pages_kv == 0
+        assert live.get("/health").status_code == 200
+        aborted = 'vllm:request_success_total{finished_reason="abort",model_name="fake-model"} 3.0'
+        wait_for(lambda: aborted in live.get("/metrics").text)
+
+
+def test_a_dead_engine_answers_503() -> None:
+    engine = FakeEngine(tokenizer=ByteTokenizer(), step_seconds=0.01, fail_at_step=10)
+    with serve(engine) as live:
+        client = live.openai()
+        assert live.get("/health").status_code == 200
+        errors: list[BaseException] = []
+
+        def ask(stream: bool) -> None:
+            try:
+                answer = client.completions.create(
+                    model="fake-model", prompt="x" * 50, max_tokens=100, stream=stream
+                )
+                list(answer)
+            except openai.APIError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=ask, args=(i % 2 == 0,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(errors) == 6
+        assert all("injected failure" in str(error) for error in errors)
+        health = live.get("/health")
+        assert health.status_code == 503
+        assert "injected failure" in health.json()["error"]["message"]
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="injected failure") as caught:
+                client.completions.create(model="fake-model", prompt="x", stream=stream)
+            assert caught.value.status_code == 503
+        assert "slora:engine_up 0.0" in live.get("/metrics").text
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "words"),
+    [
+        (b"{", {}, 400, "Invalid JSON"),
+        (b"", {}, 400, "Invalid JSON"),
+        (b"\xff\xfe", {}, 400, "Invalid JSON"),
+        (b"[1]", {}, 400, "object"),
+        (b"null", {}, 400, "object"),
+        (b"[" * 4_000, {}, 400, "Invalid JSON"),
+        (b'{"prompt": "\\ud800"}', {}, 400, "Invalid JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', {}, 400, "finite"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 40 + b"}", {}, 400, "64-bit"),
+        (b"{}", {}, 400, "prompt: Field required"),
+        (b'{"prompt": "x", "model": 5}', {}, 400, "model: Input should be a valid string"),
+        (b'{"prompt": "x", "n": "many"}', {}, 400, "n: Input should be a valid integer"),
+        (b'{"prompt": "x"}', {"content-type": "text/plain"}, 415, "application/json"),
+        (b'{"prompt": "' + b"x" * 5000 + b'"}', {}, 413, "4096 bytes"),
+    ],
+)
+def test_odd_bodies(
+    small: LiveServer, content: bytes, headers: dict[str, str], status: int, words: str
+) -> None:
+    headers = {"content-type": "application/json", **headers}
+    response = httpx.post(f"{small.url}/v1/completions", content=content, headers=headers, trust_env=False)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert words.lower() in error["message"].lower()
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[LiveServer]:
+    config = ServerConfig(max_body_bytes=4096, drain_seconds=0, served_model_name="house-name")
+    with serve(FakeEngine(tokenizer=ByteTokenizer()), config) as live:
+        yield live
+
+
+def test_a_body_without_a_declared_length_is_limited_too(small: LiveServer) -> None:
+    headers = {"content-type": "application/json"}
+    chunks = (b" " * 1000 for _ in range(10))
+    response = httpx.post(f"{small.url}/v1/completions", content=chunks, headers=headers, trust_env=False)
+    assert response.status_code == 413
+
+
+def test_served_model_name(small: LiveServer) -> None:
+    assert small.get("/v1/models").json()["data"][0]["id"] == "house-name"
+    assert small.post("/v1/completions", {"prompt": "x"}).json()["model"] == "house-name"
+    assert small.post("/v1/completions", {"prompt": "x", "model": "house-name"}).status_code == 200
+    assert small.post("/v1/completions", {"prompt": "x", "model": "fake-model"}).status_code == 404
+
+
+def test_unknown_routes_and_methods_have_the_envelope(server: LiveServer) -> None:
+    assert server.get("/nothing").json()["error"]["type"] == "NotFoundError"
+    wrong = server.get("/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["code"] == 405
+
+
+def test_probes(server: LiveServer) -> None:
+    assert server.get("/health").status_code == 200
+    assert server.get("/ping").status_code == 200
+    assert server.post("/ping", {}).status_code == 200
+    assert server.get("/version").json()["version"]
+
+
+def test_the_stream_is_server_sent_events(server: LiveServer) -> None:
+    response = server.post("/v1/completions", {"prompt": "é", "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.split("\n\n")
+    assert all(frame.startswith("data: ") for frame in frames[:-1])
+    assert frames[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "base:é"
+    assert "usage" not in chunks[0]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+
+
+def test_tokenize_and_detokenize(server: LiveServer) -> None:
+    tokens = server.post("/tokenize", {"prompt": "hé", "return_token_strs": True}).json()
+    assert tokens == {
+        "count": 4,
+        "max_model_len": 256,
+        "tokens": [256, 104, 195, 169],
+        "token_strs": ["<bos>", "h", "\ufffd", "\ufffd"],
+    }
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "<bos>hé"}
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
+    assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "[user]x[assistant]"
+    assert server.post("/tokenize", {}).status_code == 400
+    assert server.post("/tokenize", {"prompt": "x", "model": "nobody"}).status_code == 404
+    assert server.post("/detokenize", {"tokens": [5000]}).status_code == 400
+    assert server.post("/detokenize", {"tokens": [-1]}).status_code == 400
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
+    with serve(FakeEngine()) as live:
+        assert live.post("/v1/completions", {"prompt": [97]}).json()["choices"][0]["text"] == "base:a"
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/completions", {"prompt": [97], "echo": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/tokenize", {"prompt": "x"}),
+        ):
+            response = live.post(path, body)
+            assert response.status_code == 400
+            assert "no tokenizer" in response.json()["error"]["message"]
+
+
+def test_metrics(adapter_dir: Path) -> None:
+    engine = FakeEngine(tokenizer=ByteTokenizer(), max_batch_size=2, step_seconds=0.005)
+    with serve(engine) as live:
+        for name in ("a", "b"):
+            live.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter_dir)})
+        threads = [
+            threading.Thread(target=live.post, args=("/v1/completions", {**LONG, "model": model}))
+            for model in ("a", "a", "b")
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: _samples(live).get("vllm:num_requests_waiting") == 1.0)
+        busy = _samples(live)
+        assert busy["vllm:num_requests_running"] == 2.0
+        assert 0 < busy["vllm:kv_cache_usage_perc"] < 1
+        assert busy["vllm:gpu_cache_usage_perc"] == busy["vllm:kv_cache_usage_perc"]
+        for thread in threads:
+            thread.join()
+        wait_for(lambda: _samples(live)["vllm:num_requests_running"] == 0)
+        done = _samples(live)
+    assert done["vllm:prompt_tokens_total"] == 3 * 101
+    assert done["vllm:generation_tokens_total"] == 3 * 155
+    assert done["vllm:num_preemptions_total"] == 0
+    assert done["vllm:request_success_total{length}"] == 3
+    assert done["vllm:time_to_first_token_seconds_count"] == 3
+    assert done["vllm:time_per_output_token_seconds_count"] == 3 * 154
+    assert done["vllm:inter_token_latency_seconds_count"] == 3 * 154
+    assert done["vllm:e2e_request_latency_seconds_count"] == 3
+    assert done["slora:engine_step_seconds_count"] == done["slora:engine_steps_total"]
+    assert done["slora:pages{free}"] == 998
+    assert done["slora:adapters{resident}"] == 2
+    assert done["slora:adapter_loads_total"] == 2
+    assert done["slora:adapter_evictions_total"] == 0
+
+
+def test_the_gateways_metric_names_running_and_waiting_adapters(adapter_dir: Path) -> None:
+    engine = FakeEngine(tokenizer=ByteTokenizer(), max_batch_size=1, step_seconds=0.02)
+    with serve(engine) as live:
+        live.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapter_dir)})
+        live.post("/v1/load_lora_adapter", {"lora_name": "b", "lora_path": str(adapter_dir)})
+        threads = []
+        for model in ("a", "b"):
+            body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "model": model}
+            threads.append(threading.Thread(target=live.post, args=("/v1/completions", body)))
+            threads[-1].start()
+            wait_for(lambda: engine.stats().num_running + engine.stats().num_waiting == len(threads))
+
+        def labels() -> dict[str, str]:
+            families = text_string_to_metric_families(live.get("/metrics").text)
+            (sample,) = next(f for f in families if f.name == "vllm:lora_requests_info").samples
+            assert abs(sample.value - time.time()) < 5
+            return sample.labels
+
+        wanted = {"max_lora": "1", "running_lora_adapters": "a", "waiting_lora_adapters": "b"}
+        wait_for(lambda: labels() == wanted)
+        for thread in threads:
+            thread.join()
+        wait_for(lambda: labels()["running_lora_adapters"] == "")
+
+
+def _samples(live: LiveServer) -> dict[str, float]:
+    """Value by name; labels other than the model's are appended in braces."""
+    response = live.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    out = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name != "model_name"]
+            out[sample.name + (f"{{{','.join(labels)}}}" if labels else "")] = sample.value
+    return out

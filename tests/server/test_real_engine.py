@@ -1,0 +1,168 @@
+"""The server over the real engine: a tiny Llama with random weights and adapters of mixed ranks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.engine import Engine
+from slora_jax.sampling_params import SamplingParams
+from slora_jax.server.async_engine import EngineLike
+from tests.conftest import TINY_CONFIG
+from tests.lora.peft_files import write_peft_adapter
+from tests.server.live import LiveServer, serve, wait_for
+from tests.text.builders import byte_level_backend, write_folder
+
+PROMPTS = ("alpha", "beta and gamma", "délta")
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, config = tmp_path_factory.mktemp("adapters"), ModelConfig.from_hf(TINY_CONFIG)
+    write_peft_adapter(folder / "q", config, {"q_proj": 4, "v_proj": 4}, seed=1, std=0.5)
+    write_peft_adapter(folder / "mlp", config, {"up_proj": 9, "down_proj": 9}, seed=2, std=0.5)
+    write_peft_adapter(folder / "late", config, {"o_proj": 16}, seed=3, std=0.5)
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def engine(
+    tiny_model_dir: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Engine:
+    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
+    shutil.copytree(tiny_model_dir, folder)
+    template = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    write_folder(folder, {"tokenizer_config.json": {"chat_template": template}}, byte_level_backend())
+    config = EngineConfig(
+        load_format="dummy",
+        dtype="float32",
+        max_batch_size=4,
+        max_step_tokens=16,
+        num_pages=256,
+        max_model_len=512,
+    )
+    return Engine.from_pretrained(folder, {"q": adapters["q"], "mlp": adapters["mlp"]}, config)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine, adapters: dict[str, Path]) -> dict[tuple[str, str], str]:
+    """Text by (model, prompt), made by the engine itself before a server owns it."""
+    engine.load_adapter("late", adapters["late"])
+    pairs = [(model, prompt) for model in ("tiny-llama", "q", "mlp", "late") for prompt in PROMPTS]
+    names = [None if model == "tiny-llama" else model for model, _ in pairs]
+    outputs = engine.generate([prompt for _, prompt in pairs], names, GREEDY)
+    engine.unload_adapter("late")
+    return {pair: output.text for pair, output in zip(pairs, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def live(engine: Engine, expected: dict[tuple[str, str], str]) -> Iterator[LiveServer]:
+    as_served: EngineLike = engine  # the type checker's proof that the engine fits
+    with serve(as_served) as live:
+        yield live
+
+
+def test_the_engine_answers_over_http_as_it_does_alone(
+    live: LiveServer, engine: Engine, expected: dict[tuple[str, str], str], adapters: dict[str, Path]
+) -> None:
+    load = {"lora_name": "late", "lora_path": str(adapters["late"])}
+    assert live.post("/v1/load_lora_adapter", load).status_code == 200
+    assert len({expected[model, PROMPTS[0]] for model in ("tiny-llama", "q", "mlp", "late")}) == 4
+    with live.openai() as client:
+
+        def ask(pair: tuple[str, str], stream: bool) -> str:
+            if not stream:
+                answer = client.completions.create(
+                    model=pair[0], prompt=pair[1], max_tokens=12, temperature=0
+                )
+                return answer.choices[0].text
+            chunks = client.completions.create(
+                model=pair[0], prompt=pair[1], max_tokens=12, temperature=0, stream=True
+            )
+            return "".join(chunk.choices[0].text for chunk in chunks)
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            answers = {pair: pool.submit(ask, pair, i % 2 == 0) for i, pair in enumerate(expected)}
+        assert {pair: answer.result() for pair, answer in answers.items()} == expected
+    assert live.post("/v1/unload_lora_adapter", {"lora_name": "late"}).status_code == 200
+    wait_for(lambda: live.engine.latest_stats.num_running == 0)
+    assert live.engine.latest_stats.pages_kv == 0
+
+
+def test_chat_logprobs_and_n(live: LiveServer) -> None:
+    with live.openai() as client:
+        answer = client.chat.completions.create(
+            model="q",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=5,
+            n=2,
+            seed=7,
+            logprobs=True,
+            top_logprobs=3,
+            extra_body={"ignore_eos": True},
+        )
+        again = client.chat.completions.create(
+            model="q",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=5,
+            n=2,
+            seed=7,
+            extra_body={"ignore_eos": True},
+        )
+    assert [c.message.content for c in answer.choices] == [c.message.content for c in again.choices]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (9, 10)
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == 5
+        for entry in choice.logprobs.content:
+            values = [top.logprob for top in entry.top_logprobs]
+            assert values == sorted(values, reverse=True)
+            assert len(values) == 3
+            assert entry.logprob <= values[0] <= 0
+
+
+def test_refusals_of_the_engine_are_bad_requests(live: LiveServer, tmp_path: Path) -> None:
+    with live.openai() as client:
+        for options in (
+            {"prompt": [9999]},
+            {"logit_bias": {"9999": 1}},
+            {"logprobs": 21},
+            {"prompt": "x" * 600},
+        ):
+            request = {"model": "tiny-llama", "prompt": "x", **options}
+            with pytest.raises(openai.BadRequestError):
+                client.completions.create(**request)  # type: ignore[call-overload]
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    refused = live.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path)})
+    assert refused.status_code in (400, 404), refused.text
+    missing = live.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "none")})
+    assert missing.status_code == 404, missing.text
+    assert live.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_pages(live: LiveServer, engine: Engine, stream: bool) -> None:
+    body = {"model": "mlp", "prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 4, "stream": stream}
+    before = live.engine.latest_stats.requests_aborted
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: "
+    with socket.create_connection(("127.0.0.1", httpx.URL(live.url).port or 0)) as client:
+        client.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
+        wait_for(lambda: live.engine.latest_stats.num_running > 0, 30)
+    wait_for(lambda: live.engine.latest_stats.requests_aborted > before, 30)
+    wait_for(lambda: live.engine.latest_stats.num_running == 0)
+    stats = live.engine.latest_stats
+    assert stats.pages_kv == 0
+    assert stats.pages_free + stats.pages_adapter == stats.pages_total

@@ -1,0 +1,93 @@
+"""`run_server` in a process of its own: port, signals, draining."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from slora_jax.server.serve import run_server
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROGRAM = """
+import logging
+from slora_jax.server.config import ServerConfig
+from slora_jax.server.serve import run_server
+from tests.server.fake_engine import ByteTokenizer, FakeEngine
+
+logging.basicConfig(level="INFO")
+factory = lambda: FakeEngine(tokenizer=ByteTokenizer(), step_seconds=0.01)
+run_server(factory, port=0, config=ServerConfig(drain_seconds={drain_seconds}))
+"""
+
+
+def start(drain_seconds: float) -> tuple[subprocess.Popen[str], str]:
+    program = PROGRAM.format(drain_seconds=drain_seconds)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"serving on (http://\S+)", line):
+            return process, found[1]
+    raise AssertionError("the server did not start")
+
+
+@pytest.fixture(params=[20, 0.2])
+def started(request: pytest.FixtureRequest) -> Iterator[tuple[float, subprocess.Popen[str], str]]:
+    process, url = start(request.param)
+    yield request.param, process, url
+    process.kill()
+    process.communicate()
+
+
+def test_sigterm_drains(started: tuple[float, subprocess.Popen[str], str]) -> None:
+    drain_seconds, process, url = started
+    body = {"prompt": "x" * 10, "max_tokens": 200, "ignore_eos": True}  # 2 s
+    answers: list[httpx.Response | httpx.TransportError] = []
+
+    def ask() -> None:
+        try:
+            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20, trust_env=False))
+        except httpx.TransportError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while "running" not in (page := httpx.get(f"{url}/metrics", trust_env=False).text) or not re.search(
+        r"num_requests_running\S* 1", page
+    ):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    thread.join(15)
+    process.wait(15)
+    (answer,) = answers
+    if drain_seconds == 20:
+        assert isinstance(answer, httpx.Response)
+        assert answer.json()["usage"]["completion_tokens"] == 200
+    else:  # cut off, but told so
+        assert not isinstance(answer, httpx.Response) or answer.status_code >= 500
+
+
+def test_ctrl_c_ends_without_a_traceback() -> None:
+    process, _ = start(1)
+    time.sleep(0.2)  # the line is written before uvicorn handles signals
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def test_a_taken_port_fails_before_the_model_is_loaded() -> None:
+    def factory() -> None:
+        raise AssertionError("too late")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        run_server(factory, port=taken.getsockname()[1])  # type: ignore[arg-type]

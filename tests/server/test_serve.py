@@ -77,8 +77,8 @@ def test_sigterm_drains(started: tuple[float, subprocess.Popen[str], str]) -> No
 
 
 def test_ctrl_c_ends_without_a_traceback() -> None:
-    process, _ = start(1)
-    time.sleep(0.2)  # the line is written before uvicorn handles signals
+    process, url = start(1)
+    httpx.get(f"{url}/health", timeout=20, trust_env=False)  # uvicorn handles signals from here on
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=15)
     assert process.returncode == 0

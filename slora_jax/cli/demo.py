@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         prompts = [chat_prompt(engine, row.prompt) for row in rows]
         batch = (prompts, [row.adapter for row in rows], [params] * len(rows))
         _compile(engine, batch, progress)
-    tally = _Tally()
+    tally = _Tally(engine.stats())
     with BatchScreen(console, rows) as screen:
         for event in engine.stream(*batch):
             screen.add(rows[event.prompt_index], event)
@@ -111,7 +111,8 @@ def find_adapters(folder: Path | None = None) -> dict[str, Path]:
 class _Tally:
     """What the demo reports at the end, gathered from events and from snapshots after each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: EngineStats) -> None:
+        self.before = before
         self.started = time.monotonic()
         self.finished = self.started
         self.tokens = 0
@@ -148,7 +149,8 @@ class _Tally:
             f"speed     {self.tokens} tokens in {seconds:.1f} s: {self.rate:.0f} tokens/s; "
             f"first token after {statistics.median(first):.2f} s (median), {max(first):.2f} s (last)",
             f"batches   up to {max(running)} sequences a step, {statistics.mean(running):.1f} on average; "
-            f"{stats.steps} steps, {stats.preemptions} preemptions",
+            f"{stats.steps - self.before.steps} steps, "
+            f"{stats.preemptions - self.before.preemptions} preemptions",
             f"pool      {peak.pages_total} pages of {engine.config.page_tokens} tokens; at the fullest "
             f"{peak.pages_kv} held KV, {peak.pages_adapter} adapters, {peak.pages_free} were free",
             f"adapters  {len(resident)} of {stats.adapters_registered} resident in the pool:",

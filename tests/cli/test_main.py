@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,10 @@ import pytest
 import slora_jax
 from slora_jax.cli import demo, smollm2
 from slora_jax.cli.main import main
+from slora_jax.config import ModelConfig
+from tests.conftest import TINY_CONFIG
+from tests.lora.peft_files import write_peft_adapter
+from tests.text.builders import byte_level_backend, write_folder
 
 ENGINE = "--load-format dummy --dtype float32 --num-pages 64 --max-batch-size 4 --max-step-tokens 32".split()
 
@@ -48,7 +53,7 @@ def test_help_lists_the_commands_and_fits_a_terminal(
 
 
 def test_help_and_version_do_not_wait_for_jax() -> None:
-    code = "import sys; from slora_jax.cli.main import make_parser; make_parser(); sys.exit('jax' in sys.modules)"
+    code = "import sys; from slora_jax.cli import main; main.make_parser(); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -82,6 +87,62 @@ def test_generate_prints_answers_in_order(
     code, out, _ = _run(*arguments, "--max-tokens", "4", capsys=capsys)
     assert out.splitlines()[::2] == ["--- base: [1, 2, 3]", "--- base: [4, 5]"]
     assert [int(t) for t in out.splitlines()[1].split()] == answers[0]["token_ids"]
+
+
+@pytest.fixture(scope="module")
+def talking_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a tokenizer of bytes and a chat template."""
+    folder = tmp_path_factory.mktemp("talking") / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    template = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    return write_folder(folder, {"tokenizer_config.json": {"chat_template": template}}, byte_level_backend())
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two adapters of different ranks and modules."""
+    folder, config = tmp_path_factory.mktemp("adapters"), ModelConfig.from_hf(TINY_CONFIG)
+    write_peft_adapter(folder / "attention", config, {"q_proj": 4, "v_proj": 4}, seed=1, std=0.5)
+    write_peft_adapter(folder / "mlp", config, {"up_proj": 9, "down_proj": 9}, seed=2, std=0.5)
+    return folder
+
+
+def test_generate_answers_each_prompt_with_its_adapter(
+    talking_model: Path, adapters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(talking_model), *ENGINE, "--temperature", "0", "--max-tokens", "8"]
+    named = ["--adapter", f"a={adapters / 'attention'}", f"m={adapters / 'mlp'}"]
+    mixed = ["--prompt", "Hi", "--prompt-for", "a", "Hi", "--prompt-for", "m", "Hi"]
+    code, out, _ = _run(*command, *named, *mixed, "--json", capsys=capsys)
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [a["adapter_id"] for a in answers] == [None, "a", "m"]
+    assert len({a["text"] for a in answers}) == 3
+
+    one = ("--prompt-for", "m", "Hi")
+    assert _run(*command, *named, *one, capsys=capsys)[1] == answers[2]["text"] + "\n"
+    assert _run(*command, *named, *one, "--stream", capsys=capsys)[1] == answers[2]["text"] + "\n"
+
+    _, out, _ = _run(*command, *named, *mixed, "--stream", capsys=capsys)
+    assert sorted(line.split("'")[0] for line in out.splitlines()) == ["[a] ", "[base] ", "[m] "]
+
+    _, out, _ = _run(*command, "--prompt", "Hi", "--chat", "--json", capsys=capsys)
+    assert json.loads(out)["text"] != answers[0]["text"]
+
+
+def test_demo_answers_every_question_with_every_adapter(
+    talking_model: Path, adapters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["demo", "--model", str(talking_model), "--adapters-dir", str(adapters), *ENGINE]
+    code, out, _ = _run(*command, "--question", "Hi?", "--max-tokens", "4", capsys=capsys)
+    assert code == 0
+    answers = [line.split("]")[0] for line in out.splitlines() if line.startswith("[")]
+    assert sorted(answers) == ["[attention r4", "[base", "[mlp r9"]
+    summary = {line.split()[0]: line for line in out.splitlines() if line[:1].isalpha()}
+    assert "12 tokens in" in summary["speed"]
+    assert "up to 3 sequences a step" in summary["batches"]
+    assert "63 pages of 16 tokens" in summary["pool"]
+    assert "2 of 2 resident" in summary["adapters"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from slora_jax.pallas_kernels import xla_attention
 from slora_jax.pallas_kernels.xla_attention import decode_attention, prefill_attention, write_kv
 
 HEADS = [(9, 3, 8), (4, 4, 16), (8, 1, 4)]  # query heads, KV heads, head dim
@@ -57,6 +58,15 @@ def attend_one(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.
     return out.astype(np.float32)
 
 
+@pytest.fixture(params=[256, 16])
+def block_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Context read by one unit of work: more than any sequence here has, and less than most (a loop then)."""
+    monkeypatch.setattr(xla_attention, "BLOCK_TOKENS", request.param)
+    monkeypatch.setattr(xla_attention, "LOOP_QUERIES", 3 * request.param // 16)
+    return int(request.param)
+
+
+@pytest.mark.usefixtures("block_tokens")
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize(("h", "n_kv", "e"), HEADS)
 @pytest.mark.parametrize("page_tokens", [4, 16])
@@ -67,9 +77,12 @@ def test_decode_equals_loops(
     lengths = [1, 3, 16, 0, 17, 33, 5, 64, 0]
     data = paged(rng, lengths, n_kv, e, page_tokens, dtype)
     q = jnp.asarray(rng.standard_normal((len(lengths), h, e)), dtype)
-    out = jax.jit(decode_attention, static_argnums=2, static_argnames=("n_kv", "page_tokens", "scale"))(
-        q, data.pool, LAYER, data.table, np.array(lengths, np.int32), n_kv=n_kv, page_tokens=page_tokens, scale=0.3
-    )
+    table, kv_len = jnp.asarray(data.table), jnp.asarray(lengths, jnp.int32)
+    out = jax.jit(
+        lambda q, pool: decode_attention(
+            q, pool, LAYER, table, kv_len, n_kv=n_kv, page_tokens=page_tokens, scale=0.3
+        )
+    )(q, data.pool)
     assert out.shape == q.shape
     assert out.dtype == dtype
     got = np.asarray(out, np.float32)
@@ -80,10 +93,13 @@ def test_decode_equals_loops(
             np.testing.assert_allclose(got[row], want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("block_tokens")
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize(("h", "n_kv", "e"), HEADS)
 @pytest.mark.parametrize("tile", [4, 16])
-def test_prefill_equals_loops(h: int, n_kv: int, e: int, tile: int, dtype: jnp.dtype, tolerance: float) -> None:
+def test_prefill_equals_loops(
+    h: int, n_kv: int, e: int, tile: int, dtype: jnp.dtype, tolerance: float
+) -> None:
     rng = np.random.default_rng(1)
     lengths, fresh = [37, 1, 20, 16, 9], [37, 1, 7, 4, 0]  # in the pages; of them, tokens of this chunk
     data = paged(rng, lengths, n_kv, e, 8, dtype)
@@ -99,21 +115,15 @@ def test_prefill_equals_loops(h: int, n_kv: int, e: int, tile: int, dtype: jnp.d
     tiles += [(-1, 0, 0)] * 2
     tile_seq, tile_start, tile_len = np.array(tiles, np.int32).T
     q = jnp.asarray(rng.standard_normal((t + pad, h, e)), dtype)
-    out = jax.jit(prefill_attention, static_argnums=2, static_argnames=("n_kv", "page_tokens", "tile", "scale"))(
-        q,
-        data.pool,
-        LAYER,
-        data.table,
-        np.array(positions + [0] * pad, np.int32),
-        tile_seq,
-        tile_start,
-        tile_len,
-        np.array(tile_row + [0] * pad, np.int32),
-        n_kv=n_kv,
-        page_tokens=8,
-        tile=tile,
-        scale=0.25,
-    )
+    batch = [
+        jnp.asarray(x, jnp.int32)
+        for x in (positions + [0] * pad, tile_seq, tile_start, tile_len, tile_row + [0] * pad)
+    ]
+    out = jax.jit(
+        lambda q, pool: prefill_attention(
+            q, pool, LAYER, jnp.asarray(data.table), *batch, n_kv=n_kv, page_tokens=8, tile=tile, scale=0.25
+        )
+    )(q, data.pool)
     assert out.dtype == dtype
     got = np.asarray(out, np.float32)
     assert np.isfinite(got).all()
@@ -163,3 +173,31 @@ def test_write_then_attend_makes_no_copy_of_the_pool() -> None:
     pool_bytes = 2 * 11 * 2 * n_kv * page_tokens * e * 4
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes
+
+
+@pytest.mark.parametrize("lengths", [[300, 1, 40, 0, 513], [0, 0], [256, 257]])
+def test_decode_of_long_and_short_sequences_together(lengths: list[int]) -> None:
+    """Real block sizes: rows of none, one and three units, and a batch of padding alone."""
+    rng = np.random.default_rng(3)
+    data = paged(rng, [*lengths, 700], 1, 4, 16, jnp.float32)
+    table = jnp.asarray(data.table[:-1])
+    q = jnp.asarray(rng.standard_normal((len(lengths), 2, 4)), jnp.float32)
+    kv_len = jnp.asarray(lengths, jnp.int32)
+    got = jax.jit(
+        lambda q, pool: decode_attention(q, pool, LAYER, table, kv_len, n_kv=1, page_tokens=16, scale=1.0)
+    )(q, data.pool)
+    for row, n in enumerate(lengths):
+        want = attend_one(np.asarray(q[row]), data.k[row], data.v[row], 1.0) if n else np.zeros((2, 4))
+        np.testing.assert_allclose(np.asarray(got[row]), want, rtol=3e-6, atol=3e-6)
+
+
+def test_huge_scores_do_not_overflow() -> None:
+    rng = np.random.default_rng(4)
+    data = paged(rng, [5, 40], 2, 8, 16, jnp.float32)
+    q = jnp.asarray(rng.standard_normal((2, 2, 8)) * 1e4, jnp.float32)
+    got = decode_attention(
+        q, data.pool, LAYER, jnp.asarray(data.table), jnp.array([5, 40]), n_kv=2, page_tokens=16, scale=1.0
+    )
+    for row in range(2):
+        want = attend_one(np.asarray(q[row]), data.k[row], data.v[row], 1.0)
+        np.testing.assert_allclose(np.asarray(got[row]), want, rtol=1e-3, atol=1e-3)

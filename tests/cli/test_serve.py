@@ -1,0 +1,48 @@
+"""`slora-jax serve` as a process: it names its address, answers, and leaves on SIGTERM."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from slora_jax.config import ModelConfig
+from tests.conftest import TINY_CONFIG
+from tests.lora.peft_files import write_peft_adapter
+
+
+def test_serve(tiny_model_dir: Path, tmp_path: Path) -> None:
+    write_peft_adapter(tmp_path / "q", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4}, std=0.5)
+    command = [sys.executable, "-m", "slora_jax.cli.main", "serve", str(tiny_model_dir), "--port", "0"]
+    command += ["--adapters", f"q={tmp_path / 'q'}", "--served-model-name", "tiny", "--api-key", "secret"]
+    command += ["--load-format", "dummy", "--dtype", "float32", "--num-pages", "64", "--max-batch-size", "4"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            lines: list[str] = []
+            for line in server.stderr:
+                lines.append(line)
+                if address := re.search(r"serving on (http://\S+)", line):
+                    break
+            else:
+                raise AssertionError("".join(lines))
+            with httpx.Client(base_url=address[1], timeout=100) as client:
+                assert client.get("/v1/models").status_code == 401
+                client.headers["Authorization"] = "Bearer secret"
+                models = client.get("/v1/models").json()["data"]
+                assert [model["id"] for model in models] == ["tiny", "q"]
+                body = {"model": "q", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+                answer = client.post("/v1/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["usage"]["completion_tokens"] == 4
+            server.send_signal(signal.SIGTERM)
+            rest = server.stderr.read()
+            assert server.wait() == -signal.SIGTERM, rest  # uvicorn passes the signal on once it has drained
+            assert "Application shutdown complete" in rest
+            assert "Traceback" not in rest
+        finally:
+            server.kill()

@@ -331,7 +331,8 @@ class ShapeBuckets:
             prefill_tokens=_ladder(max_step_tokens, 32, ratio),
             pages=_ladder(-(-max_model_len // layout.page_tokens), 8, ratio),
             lora_blocks=(0, *_ladder(max_batch_size * 32, 8, ratio)),
-            bias=(0, *_ladder(max_batch_size * 1280, 64, 16)),
+            # Never 0: XLA (jaxlib 0.11.2) crashes over an input of no elements that a shard_map does not use.
+            bias=_ladder(max_batch_size * 1280, 64, 16),
             max_batch_size=max_batch_size,
             tile=tile,
             blocks_to_pages=chunks / layout.chunks_per_page,

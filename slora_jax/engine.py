@@ -358,6 +358,7 @@ class Engine:
                     skip_special_tokens=params.skip_special_tokens,
                     stop=params.stop,
                     include_stop_str_in_output=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
                 ),
             )
             for i in range(params.n)

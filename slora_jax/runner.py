@@ -1,4 +1,4 @@
-"""Owns everything on the devices: the model's leaves, the step state, and one executable per step shape.
+"""Owns everything on the devices: the model, the page pool, the slots' state, and a program per step shape.
 
 `launch` only enqueues work and returns; `InFlight.fetch` waits for it. State arrays are donated to each step and
 replaced by its results, so nothing else may hold them.
@@ -12,14 +12,12 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from slora_jax.batch import BatchBuilder, ShapeBuckets, StepShape
 from slora_jax.config import EngineConfig, ModelConfig
@@ -27,9 +25,10 @@ from slora_jax.memory.layout import PageLayout
 from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
 from slora_jax.models.params import checkpoint_specs
 from slora_jax.models.rope import Rope
+from slora_jax.programs import Program, ProgramBuilder
 from slora_jax.scheduler import Chunk, StepPlan
 from slora_jax.sharding.rules import named_sharding, partition_spec
-from slora_jax.step import STATE_SPEC, DeviceState, StepConfig, StepOutput, build_step
+from slora_jax.step import POOL_SPEC, REPEATED, SlotState, StepConfig, StepOutput
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -74,7 +73,7 @@ class ModelRunner:
         params: dict[str, jax.Array],
     ) -> None:
         self._mesh = mesh
-        self._step_config = StepConfig(
+        step_config = StepConfig(
             layout=layout,
             rope=Rope.from_config(model_config),
             tile=XLA_TILE,
@@ -82,8 +81,8 @@ class ModelRunner:
             record_logits=config.record_logits,
         )
         model = Llama(model_config, _fuse(model_config, layout.tp, mesh, params))
-        self._graph, model_state = nnx.split(model)
-        self._leaves, self._tree = jax.tree.flatten(model_state)
+        self._pool, self._slots = _initial_state(model_config, config, mesh, layout, num_pages)
+        self._builder = ProgramBuilder(step_config, mesh, model, self._pool, self._slots)
         self.buckets = ShapeBuckets.for_engine(
             layout,
             max_batch_size=config.max_batch_size,
@@ -92,17 +91,16 @@ class ModelRunner:
             tile=XLA_TILE,
             ratio=_BUCKET_RATIO,
         )
-        self._builder = BatchBuilder(layout, config.max_batch_size, XLA_TILE)
-        self._state = _initial_state(model_config, config, mesh, layout, num_pages)
-        self._executables: dict[StepShape, Any] = {}
+        self._batches = BatchBuilder(layout, config.max_batch_size, XLA_TILE)
+        self._programs: dict[StepShape, Program] = {}
         self._write_pages = _page_writer(mesh)
         self.compilations = 0
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Enqueue a plan that the scheduler has committed; compiles its shape first where that is new."""
-        shape = self.buckets.fit(self._builder.needs(plan))
-        packed = jax.device_put(self._builder.build(plan, shape), self._sharding())
-        self._state, output = self.executable(shape)(self._leaves, self._state, packed)
+        shape = self.buckets.fit(self._batches.needs(plan))
+        packed = jax.device_put(self._batches.build(plan, shape), self._sharding())
+        self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
         output.tokens.copy_to_host_async()
         rows = [(row, chunk) for row, chunk in _rows(plan, shape) if chunk.samples]
         logprobs = any(chunk.sequence.request.params.logprobs is not None for _, chunk in rows)
@@ -110,50 +108,42 @@ class ModelRunner:
 
     def write_adapter(self, pages: np.ndarray, ids: list[int]) -> None:
         """Copy an adapter's pages [n_layers, n, tp * page_elems] to pages `ids` of the pool, after the steps launched."""
-        spec = NamedSharding(self._mesh, STATE_SPEC.pool)
+        sharding = NamedSharding(self._mesh, POOL_SPEC)
         for start in range(0, len(ids), LOAD_PAGES):
             piece = pages[:, start : start + LOAD_PAGES]
-            index = np.full(LOAD_PAGES, self._state.pool.shape[1], np.int32)  # beyond the pool: dropped
+            index = np.full(LOAD_PAGES, self._pool.shape[1], np.int32)  # beyond the pool: dropped
             index[: piece.shape[1]] = ids[start : start + LOAD_PAGES]
             padding = ((0, 0), (0, LOAD_PAGES - piece.shape[1]), (0, 0))
-            block = jax.device_put(np.pad(piece, padding), spec)
-            pool = self._write_pages(self._state.pool, jax.device_put(index, self._sharding()), block)
-            self._state = dataclasses.replace(self._state, pool=pool)
+            block = jax.device_put(np.pad(piece, padding), sharding)
+            self._pool = self._write_pages(self._pool, jax.device_put(index, self._sharding()), block)
 
-    def executable(self, shape: StepShape) -> Any:
+    def program(self, shape: StepShape) -> Program:
         """The compiled step of a shape."""
-        found = self._executables.get(shape)
+        found = self._programs.get(shape)
         if found is None:
             started = time.perf_counter()
-            found = self._executables[shape] = self._compile(shape)
+            found = self._programs[shape] = self._builder.build(shape)
             self.compilations += 1
             logger.info("compiled %s in %.1f s", shape, time.perf_counter() - started)
         return found
 
     def warmup(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
         """Compile shapes in threads; `progress("compiling", done, total)`."""
-        todo = [s for s in dict.fromkeys(shapes) if s not in self._executables]
+        todo = [s for s in dict.fromkeys(shapes) if s not in self._programs]
         with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            futures = {pool.submit(self._compile, shape): shape for shape in todo}
+            futures = {pool.submit(self._builder.build, shape): shape for shape in todo}
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                self._executables[futures[future]] = future.result()
+                self._programs[futures[future]] = future.result()
                 self.compilations += 1
                 if progress is not None:
                     progress("compiling", done, len(todo))
 
     def read_page(self, page: int) -> np.ndarray:
         """One page over all layers and shards [n_layers, tp * page_elems] (for tests and debugging)."""
-        return np.asarray(self._state.pool[:, page])
-
-    def _compile(self, shape: StepShape) -> Any:
-        specs = [leaf.sharding.spec for leaf in self._leaves]
-        step = build_step(self._step_config, shape, self._mesh, self._graph, self._tree, specs)
-        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32, sharding=self._sharding())
-        with jax.default_matmul_precision("highest" if self._leaves[0].dtype == jnp.float32 else "default"):
-            return jax.jit(step, donate_argnums=1).lower(self._leaves, self._state, packed).compile()
+        return np.asarray(self._pool[:, page])
 
     def _sharding(self) -> NamedSharding:
-        return NamedSharding(self._mesh, PartitionSpec())
+        return NamedSharding(self._mesh, REPEATED)
 
 
 def _rows(plan: StepPlan, shape: StepShape) -> Iterable[tuple[int, Chunk]]:
@@ -184,24 +174,20 @@ def _fuse(config: ModelConfig, tp: int, mesh: Mesh, params: dict[str, jax.Array]
 
 def _initial_state(
     model_config: ModelConfig, config: EngineConfig, mesh: Mesh, layout: PageLayout, num_pages: int
-) -> DeviceState:
-    shapes: Mapping[str, tuple[tuple[int, ...], Any]] = {
-        "pool": ((layout.n_layers, num_pages, layout.tp * layout.page_elems), jnp.dtype(config.dtype)),
-        "last_tokens": ((config.max_batch_size,), jnp.int32),
-        "token_counts": ((config.max_batch_size, model_config.vocab_size), jnp.int32),
-    }
-    return DeviceState(
-        **{
-            name: jnp.zeros(shape, dtype, device=NamedSharding(mesh, getattr(STATE_SPEC, name)))
-            for name, (shape, dtype) in shapes.items()
-        }
-    )
+) -> tuple[jax.Array, SlotState]:
+    """The pool dtype[n_layers, num_pages, tp * page_elems] and the slots, all zero."""
+    shape = (layout.n_layers, num_pages, layout.tp * layout.page_elems)
+    repeated, slots = NamedSharding(mesh, REPEATED), config.max_batch_size
+    pool = jnp.zeros(shape, jnp.dtype(config.dtype), device=NamedSharding(mesh, POOL_SPEC))
+    last_tokens = jnp.zeros((slots,), jnp.int32, device=repeated)
+    token_counts = jnp.zeros((slots, model_config.vocab_size), jnp.int32, device=repeated)
+    return pool, SlotState(last_tokens, token_counts)
 
 
 def _page_writer(mesh: Mesh) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     def write(pool: jax.Array, ids: jax.Array, block: jax.Array) -> jax.Array:
         return pool.at[:, ids].set(block, mode="drop")
 
-    spec = STATE_SPEC.pool
-    mapped = jax.shard_map(write, mesh=mesh, in_specs=(spec, PartitionSpec(), spec), out_specs=spec, check_vma=False)
+    specs = (POOL_SPEC, REPEATED, POOL_SPEC)
+    mapped = jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=POOL_SPEC, check_vma=False)
     return jax.jit(mapped, donate_argnums=0)

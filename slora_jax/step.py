@@ -1,33 +1,53 @@
-"""One step on the device: `step(params, state, packed) -> (state, outputs)`, a pure function per shape.
+"""One step on the device, as three pure functions: `begin`, `layer` (once for each), `finish`.
 
-It embeds, runs the layers over the page pool, projects the rows that sample, and samples. All of it is one `shard_map` over
-the mesh, so that every collective is written where it happens. `state` is donated: the pool is updated in place.
+`begin` unpacks the host's input, embeds the tokens and lays out what layers need; `layer` runs one transformer layer over the page
+pool; `finish` projects the rows that sample, and samples. On a GPU `whole_step` makes one executable of them, with the
+layers unrolled, so that a step is one CUDA graph. On a CPU they are compiled apart and the layer's executable is called for every layer:
+XLA would compile each of 30 unrolled layers anew (25 s a shape instead of 2), and a call costs 0.1 ms there.
+
+Everything runs in `shard_map` over the mesh, so that every collective is written where it happens. The pool and the state are
+donated: updated in place for the life of the engine.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from slora_jax.batch import StepBatch, StepShape, unpack
+from slora_jax.batch import StepShape, unpack
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
+from slora_jax.models.llama import LlamaEnds, LlamaLayer
 from slora_jax.models.rope import Rope
 from slora_jax.pallas_kernels.xla_attention import decode_attention, prefill_attention, write_kv
-from slora_jax.pallas_kernels.xla_lora import apply_lora
-from slora_jax.sampling import SampleResult, sample, update_token_counts
+from slora_jax.pallas_kernels.xla_lora import LoraBlocks, apply_lora
+from slora_jax.sampling import SampleResult, SamplingRows, sample, update_token_counts
+
+REPEATED = PartitionSpec()
+POOL_SPEC = PartitionSpec(None, None, "tp")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """Static facts of an engine that every executable is built from."""
+
+    layout: PageLayout
+    rope: Rope
+    tile: int
+    max_logprobs: int
+    record_logits: bool
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DeviceState:
-    """What lives on the device from step to step."""
+class SlotState:
+    """What the device remembers of each slot from step to step; the same on every shard."""
 
-    pool: jax.Array  # dtype[n_layers, n_pages, tp * page_elems], split over tp
     last_tokens: jax.Array  # i32[max_batch_size] the token each slot sampled last
     token_counts: jax.Array  # i32[max_batch_size, vocab], see sampling.update_token_counts
 
@@ -42,123 +62,207 @@ class StepOutput:
     logits: jax.Array | None  # f32[R, vocab] with record_logits
 
 
-STATE_SPEC = DeviceState(
-    pool=PartitionSpec(None, None, "tp"), last_tokens=PartitionSpec(), token_counts=PartitionSpec()
-)
-
-
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """Static facts of an engine that every executable is built from."""
+class StepRows:
+    """What `finish` needs of a batch: which rows sample, how, and the tokens computed in this step."""
 
-    layout: PageLayout
-    rope: Rope
-    tile: int
-    max_logprobs: int
-    record_logits: bool
+    tokens: jax.Array  # i32[t]
+    token_slot: jax.Array  # i32[t]
+    is_prompt: jax.Array  # bool[t]
+    sample_token: jax.Array  # i32[R]
+    sample_slot: jax.Array  # i32[R]
+    reset_slot: jax.Array  # i32[R]
+    sampling: SamplingRows
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillTiles:
+    """The prefill chunks of a batch, cut into tiles of one sequence each (see xla_attention.prefill_attention)."""
+
+    page_table: jax.Array  # i32[b, m]
+    positions: jax.Array  # i32[t - D]
+    seq: jax.Array  # i32[n]
+    start: jax.Array  # i32[n]
+    len: jax.Array  # i32[n]
+    row: jax.Array  # i32[t - D]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class StepOps:
-    """The `models.llama.LayerOps` of one step: KV, attention and LoRA of a batch over the page pool."""
+    """The `models.llama.LayerOps` of a batch: LoRA, KV and attention over the page pool.
 
-    def __init__(self, config: StepConfig, batch: StepBatch) -> None:
-        self._layout = config.layout
-        self._tile = config.tile
-        self._batch = batch
-        lengths = jnp.maximum(batch.positions + 1, batch.prompt_len)
-        self.cos, self.sin = config.rope.cos_sin(batch.positions, lengths)
+    The D decode rows come first among the tokens; a part that the step's shape has no room for is None.
+    """
 
-    def lora(self, group: int, layer: int, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        modules = GROUPS[group]
+    cos: jax.Array  # f32[t, e/2]
+    sin: jax.Array  # f32[t, e/2]
+    token_page: jax.Array  # i32[t]
+    token_offset: jax.Array  # i32[t] in its page
+    decode_pages: jax.Array | None  # i32[D, m]
+    decode_len: jax.Array | None  # i32[D] tokens of KV, the row's own included; 0: padding
+    prefill: PrefillTiles | None
+    blocks: LoraBlocks | None
+    config: StepConfig = dataclasses.field(metadata={"static": True})
+
+    def lora(self, group: int, layer: jax.Array, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        if self.blocks is None:
+            return y
+        layout, modules = self.config.layout, GROUPS[group]
         return apply_lora(
             x,
             y,
             pool,
             layer,
-            self._batch.lora,
+            self.blocks,
             modules=tuple(MODULES.index(m) for m in modules),
-            in_dim=self._layout.in_dims[modules[0]],
-            out_dims=tuple(self._layout.out_dims[m] for m in modules),
-            chunk_width=self._layout.chunk_width,
+            in_dim=layout.in_dims[modules[0]],
+            out_dims=tuple(layout.out_dims[m] for m in modules),
+            chunk_width=layout.chunk_width,
         )
 
     def attend(
-        self, layer: int, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+        self, layer: jax.Array, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        batch, layout = self._batch, self._layout
+        layout = self.config.layout
         pool = write_kv(
-            pool,
-            layer,
-            k,
-            v,
-            batch.token_page,
-            batch.positions % layout.page_tokens,
-            page_tokens=layout.page_tokens,
+            pool, layer, k, v, self.token_page, self.token_offset, page_tokens=layout.page_tokens
         )
-        decodes = batch.decode_pages.shape[0]
-        scale = layout.head_dim**-0.5
-        sizes = {"n_kv": layout.n_kv, "page_tokens": layout.page_tokens, "scale": scale}
-        parts = []
-        if decodes:
-            real = batch.token_page[:decodes] >= 0
-            kv_len = jnp.where(real, batch.positions[:decodes] + 1, 0)
-            parts.append(decode_attention(q[:decodes], pool, layer, batch.decode_pages, kv_len, **sizes))
-        if q.shape[0] > decodes:
+        sizes: Any = {
+            "n_kv": layout.n_kv,
+            "page_tokens": layout.page_tokens,
+            "scale": layout.head_dim**-0.5,
+        }
+        decodes, parts = 0, []
+        if self.decode_pages is not None and self.decode_len is not None:
+            decodes = self.decode_pages.shape[0]
+            parts.append(
+                decode_attention(q[:decodes], pool, layer, self.decode_pages, self.decode_len, **sizes)
+            )
+        if self.prefill is not None:
+            tiles = self.prefill
             parts.append(
                 prefill_attention(
                     q[decodes:],
                     pool,
                     layer,
-                    batch.prefill_pages,
-                    batch.positions[decodes:],
-                    batch.tile_seq,
-                    batch.tile_start,
-                    batch.tile_len,
-                    batch.tile_row,
-                    tile=self._tile,
+                    tiles.page_table,
+                    tiles.positions,
+                    tiles.seq,
+                    tiles.start,
+                    tiles.len,
+                    tiles.row,
+                    tile=self.config.tile,
                     **sizes,
                 )
             )
         return pool, parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def build_step(
+def begin(
+    config: StepConfig, shape: StepShape, ends: LlamaEnds, slots: SlotState, packed: jax.Array
+) -> tuple[jax.Array, StepOps, StepRows]:
+    """The host's packed input i32[shape.packed_size] -> hidden states [t, d] before the first layer, and the batch."""
+    batch = unpack(packed, shape)
+    last = slots.last_tokens.at[batch.token_slot].get(mode="clip")
+    tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, last)
+    lengths = jnp.maximum(batch.positions + 1, batch.prompt_len)
+    cos, sin = config.rope.cos_sin(batch.positions, lengths)
+    decodes = shape.decode_rows
+    real = batch.token_page[:decodes] >= 0
+    prefill = PrefillTiles(
+        page_table=batch.prefill_pages,
+        positions=batch.positions[decodes:],
+        seq=batch.tile_seq,
+        start=batch.tile_start,
+        len=batch.tile_len,
+        row=batch.tile_row,
+    )
+    ops = StepOps(
+        cos=cos,
+        sin=sin,
+        token_page=batch.token_page,
+        token_offset=batch.positions % config.layout.page_tokens,
+        decode_pages=batch.decode_pages if decodes else None,
+        decode_len=jnp.where(real, batch.positions[:decodes] + 1, 0) if decodes else None,
+        prefill=prefill if shape.prefill_tokens else None,
+        blocks=batch.lora if shape.lora_blocks else None,
+        config=config,
+    )
+    rows = StepRows(
+        tokens=tokens,
+        token_slot=batch.token_slot,
+        is_prompt=batch.positions < batch.prompt_len,
+        sample_token=batch.sample_token,
+        sample_slot=batch.sample_slot,
+        reset_slot=batch.reset_slot,
+        sampling=batch.sampling,
+    )
+    return ends.embed(tokens), ops, rows
+
+
+def layer(
+    module: LlamaLayer, index: jax.Array, x: jax.Array, pool: jax.Array, ops: StepOps
+) -> tuple[jax.Array, jax.Array]:
+    """(hidden states [t, d] after layer `index` (i32 scalar), pool with its KV)."""
+    return module(x, index, pool, ops)
+
+
+def finish(
+    config: StepConfig, ends: LlamaEnds, slots: SlotState, x: jax.Array, rows: StepRows
+) -> tuple[SlotState, StepOutput]:
+    """Hidden states [t, d] after the last layer -> the sampled tokens, and slots that remember them."""
+    logits = ends.logits(x[rows.sample_token])
+    counts = update_token_counts(
+        slots.token_counts, rows.token_slot, rows.tokens, rows.is_prompt, rows.reset_slot
+    )
+    result = sample(logits, rows.sampling, counts, rows.sample_slot, max_logprobs=config.max_logprobs)
+    last_tokens = slots.last_tokens.at[rows.sample_slot].set(result.tokens, mode="drop")
+    finite = jnp.isfinite(jnp.max(logits, axis=1))
+    output = StepOutput(
+        tokens=jnp.where(finite, result.tokens, -1),
+        sample=result,
+        logits=logits if config.record_logits else None,
+    )
+    return SlotState(last_tokens, counts), output
+
+
+def whole_step(
     config: StepConfig,
     shape: StepShape,
-    mesh: Mesh,
-    graph: nnx.GraphDef[nnx.Module],
-    tree: jax.tree_util.PyTreeDef,
-    param_specs: Sequence[PartitionSpec],
-) -> Callable[[list[jax.Array], DeviceState, jax.Array], tuple[DeviceState, StepOutput]]:
-    """The step of one shape as a function to jit (donate its second argument).
+    ends: LlamaEnds,
+    layers: Sequence[LlamaLayer],
+    pool: jax.Array,
+    slots: SlotState,
+    packed: jax.Array,
+) -> tuple[jax.Array, SlotState, StepOutput]:
+    """begin, every layer, finish: (pool, slots, output)."""
+    x, ops, rows = begin(config, shape, ends, slots, packed)
+    for index, module in enumerate(layers):
+        x, pool = layer(module, jnp.int32(index), x, pool, ops)
+    return pool, *finish(config, ends, slots, x, rows)
 
-    `graph`, `tree`: the model split by NNX, whose leaves are the function's first argument, sharded by `param_specs`.
-    """
 
-    def step(leaves: list[jax.Array], state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutput]:
-        batch = unpack(packed, shape)
-        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-        last = state.last_tokens.at[batch.token_slot].get(mode="clip")
-        tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, last)
-        hidden, pool = model.hidden(tokens, state.pool, StepOps(config, batch))
-        logits = model.logits(hidden[batch.sample_token])
-        counts = update_token_counts(
-            state.token_counts, batch.token_slot, tokens, batch.positions < batch.prompt_len, batch.reset_slot
-        )
-        result = sample(logits, batch.sampling, counts, batch.sample_slot, max_logprobs=config.max_logprobs)
-        last_tokens = state.last_tokens.at[batch.sample_slot].set(result.tokens, mode="drop")
-        finite = jnp.isfinite(jnp.max(logits, axis=1))
-        output = StepOutput(
-            tokens=jnp.where(finite, result.tokens, -1),
-            sample=result,
-            logits=logits if config.record_logits else None,
-        )
-        return DeviceState(pool, last_tokens, counts), output
+@dataclasses.dataclass(frozen=True)
+class ModuleLeaves:
+    """An NNX module split once: `leaves` are what executables take, `merge` gives the module back inside a trace."""
 
-    return jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(list(param_specs), STATE_SPEC, PartitionSpec()),
-        out_specs=(STATE_SPEC, PartitionSpec()),
-        check_vma=False,
-    )
+    graph: nnx.GraphDef[Any]
+    tree: Any
+    leaves: list[jax.Array]
+
+    @classmethod
+    def split(cls, module: nnx.Module) -> ModuleLeaves:
+        graph, state = nnx.split(module)
+        leaves, tree = jax.tree.flatten(state)
+        return cls(graph, tree, leaves)
+
+    @property
+    def specs(self) -> list[PartitionSpec]:
+        """How each leaf is split over the mesh."""
+        return [leaf.sharding.spec for leaf in self.leaves]  # type: ignore[attr-defined]
+
+    def merge(self, leaves: Sequence[jax.Array]) -> Any:
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))

@@ -2,8 +2,8 @@
 
 The module runs inside `jax.shard_map`: its arrays are a shard's own part, `psum` over "tp" is where Megatron
 puts it (after o_proj and down_proj), and attention, KV pages and LoRA come from a `LayerOps` that the engine makes,
-so that a model knows neither pages nor kernels. Axes: t tokens, d hidden, h query heads, k KV heads, e head dim, f mlp,
-v vocabulary. Mistral, Qwen or Gemma change `Llama.attention`, `Llama.mlp` or a norm; the loop stays.
+so that a model knows neither pages nor kernels. Axes: t tokens, d hidden, h query heads, k KV heads, e head dim,
+f mlp, v vocabulary. Mistral, Qwen or Gemma change `LlamaLayer.attention`, `LlamaLayer.mlp` or a norm; the step stays.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from slora_jax.sharding.mesh import TP
 
 
 class LayerOps(Protocol):
-    """What a step gives a model: LoRA beside each projection, and attention over the page pool."""
+    """What a step gives a layer: LoRA beside each projection, and attention over the page pool.
+
+    `layer` is its number in the pool: data, not a constant, so that all layers are one program.
+    """
 
     cos: jax.Array  # f32[t, e/2]
     sin: jax.Array  # f32[t, e/2]
 
-    def lora(self, group: int, layer: int, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    def lora(self, group: int, layer: jax.Array, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         """y[t, out] += (x A^T) B of each token's adapter, for the modules of `layout.GROUPS[group]` side by side."""
 
     def attend(
-        self, layer: int, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+        self, layer: jax.Array, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Write k, v [t, k, e] into the pool and attend with q [t, h, e]: (pool, out [t, h, e])."""
 
@@ -98,10 +101,8 @@ class RMSNorm(nnx.Module):
 class LlamaLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); x [t, d]."""
 
-    def __init__(self, config: ModelConfig, index: int, params: Mapping[str, jax.Array]) -> None:
-        self.index = index
+    def __init__(self, config: ModelConfig, params: Mapping[str, jax.Array]) -> None:
         self.head_dim = config.head_dim
-        self.group_size = config.num_attention_heads // config.num_key_value_heads
         self.input_layernorm = RMSNorm(params["input_layernorm"], config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(params["post_attention_layernorm"], config.rms_norm_eps)
         self.qkv_proj = nnx.Param(params["qkv_proj"])
@@ -109,39 +110,41 @@ class LlamaLayer(nnx.Module):
         self.gate_up_proj = nnx.Param(params["gate_up_proj"])
         self.down_proj = nnx.Param(params["down_proj"])
 
-    def attention(self, x: jax.Array, pool: jax.Array, ops: LayerOps) -> tuple[jax.Array, jax.Array]:
+    def attention(
+        self, x: jax.Array, layer: jax.Array, pool: jax.Array, ops: LayerOps
+    ) -> tuple[jax.Array, jax.Array]:
         """(this shard's part of the attention output [t, d], pool)."""
         t, e = x.shape[0], self.head_dim
-        qkv = ops.lora(0, self.index, pool, x, x @ self.qkv_proj[...][:, 0])
+        qkv = ops.lora(0, layer, pool, x, x @ self.qkv_proj[...][:, 0])
         q_dim = self.o_proj[...].shape[0]
         kv_dim = (qkv.shape[1] - q_dim) // 2
         q, k, v = (part.reshape(t, -1, e) for part in jnp.split(qkv, (q_dim, q_dim + kv_dim), axis=1))
         q, k = apply_rope(q, ops.cos, ops.sin), apply_rope(k, ops.cos, ops.sin)
-        pool, out = ops.attend(self.index, pool, q, k, v)
+        pool, out = ops.attend(layer, pool, q, k, v)
         out = out.reshape(t, q_dim)
-        return ops.lora(1, self.index, pool, out, out @ self.o_proj[...]), pool
+        return ops.lora(1, layer, pool, out, out @ self.o_proj[...]), pool
 
-    def mlp(self, x: jax.Array, pool: jax.Array, ops: LayerOps) -> jax.Array:
+    def mlp(self, x: jax.Array, layer: jax.Array, pool: jax.Array, ops: LayerOps) -> jax.Array:
         """This shard's part of down(silu(gate(x)) * up(x)) [t, d]."""
-        gate_up = ops.lora(2, self.index, pool, x, x @ self.gate_up_proj[...][:, 0])
+        gate_up = ops.lora(2, layer, pool, x, x @ self.gate_up_proj[...][:, 0])
         gate, up = jnp.split(gate_up, 2, axis=1)
         hidden = jax.nn.silu(gate) * up
-        return ops.lora(3, self.index, pool, hidden, hidden @ self.down_proj[...])
+        return ops.lora(3, layer, pool, hidden, hidden @ self.down_proj[...])
 
-    def __call__(self, x: jax.Array, pool: jax.Array, ops: LayerOps) -> tuple[jax.Array, jax.Array]:
-        out, pool = self.attention(self.input_layernorm(x), pool, ops)
+    def __call__(
+        self, x: jax.Array, layer: jax.Array, pool: jax.Array, ops: LayerOps
+    ) -> tuple[jax.Array, jax.Array]:
+        """(x after this layer [t, d], pool with its KV)."""
+        out, pool = self.attention(self.input_layernorm(x), layer, pool, ops)
         x = x + lax.psum(out, TP)
-        return x + lax.psum(self.mlp(self.post_attention_layernorm(x), pool, ops), TP), pool
+        return x + lax.psum(self.mlp(self.post_attention_layernorm(x), layer, pool, ops), TP), pool
 
 
-class Llama(nnx.Module):
-    """Tokens to hidden states, and hidden states to logits; a shard's part of every array (`model_specs`)."""
+class LlamaEnds(nnx.Module):
+    """What comes before and after the layers: tokens to hidden states, hidden states to logits."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, jax.Array]) -> None:
         self.embed_tokens = nnx.Param(params["embed_tokens"])
-        self.layers = nnx.List(
-            [LlamaLayer(config, i, layer_params(params, i)) for i in range(config.num_hidden_layers)]
-        )
         self.norm = RMSNorm(params["norm"], config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else nnx.Param(params["lm_head"])
 
@@ -153,15 +156,17 @@ class Llama(nnx.Module):
         rows = jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0)
         return lax.psum(rows, TP)
 
-    def hidden(self, tokens: jax.Array, pool: jax.Array, ops: LayerOps) -> tuple[jax.Array, jax.Array]:
-        """tokens i32[t] -> (hidden states [t, d] before the last norm, pool with their KV)."""
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x, pool = layer(x, pool, ops)
-        return x, pool
-
     def logits(self, x: jax.Array) -> jax.Array:
         """x [r, d] -> float32[r, v], the same on every shard."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         part = jnp.einsum("rd,vd->rv", self.norm(x), head[...], preferred_element_type=jnp.float32)
         return lax.all_gather(part, TP, axis=1, tiled=True)
+
+
+class Llama(nnx.Module):
+    """A decoder as one shard has it: its two ends, and layers that are alike."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, jax.Array]) -> None:
+        self.ends = LlamaEnds(config, params)
+        layers = [LlamaLayer(config, layer_params(params, i)) for i in range(config.num_hidden_layers)]
+        self.layers = nnx.List(layers)

@@ -1,0 +1,171 @@
+"""Compiled steps: how `step.begin`, `layer` and `finish` become executables, one set for each step shape.
+
+A program is called as `program(pool, slots, packed) -> (pool, slots, output)`; pool and slots are donated. `WholeStep` is one
+executable (GPUs); `LayeredStep` is three, the middle one called for every layer (CPUs). step.py says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from slora_jax.batch import StepShape
+from slora_jax.models.llama import Llama
+from slora_jax.step import (
+    POOL_SPEC,
+    REPEATED,
+    ModuleLeaves,
+    SlotState,
+    StepConfig,
+    StepOutput,
+    begin,
+    finish,
+    layer,
+    whole_step,
+)
+
+Result = tuple[jax.Array, SlotState, StepOutput]
+
+
+class Program(Protocol):
+    """A compiled step of one shape."""
+
+    def __call__(self, pool: jax.Array, slots: SlotState, packed: jax.Array) -> Result: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeStep:
+    """A step as one executable with the layers unrolled."""
+
+    executable: Any
+    ends: list[jax.Array]
+    layers: list[list[jax.Array]]
+
+    def __call__(self, pool: jax.Array, slots: SlotState, packed: jax.Array) -> Result:
+        return self.executable(self.ends, self.layers, pool, slots, packed)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayeredStep:
+    """A step as three executables; `indices[i]` is i on the device."""
+
+    begin: Any
+    layer: Any
+    finish: Any
+    ends: list[jax.Array]
+    layers: list[list[jax.Array]]
+    indices: list[jax.Array]
+
+    def __call__(self, pool: jax.Array, slots: SlotState, packed: jax.Array) -> Result:
+        x, ops, rows = self.begin(self.ends, slots, packed)
+        for index, leaves in zip(self.indices, self.layers, strict=True):
+            x, pool = self.layer(leaves, index, x, pool, ops)
+        return pool, *self.finish(self.ends, slots, x, rows)
+
+
+class ProgramBuilder:
+    """Compiles programs for a model over a mesh; safe to call from several threads."""
+
+    def __init__(self, config: StepConfig, mesh: Mesh, model: Llama, pool: jax.Array, slots: SlotState) -> None:
+        self._config, self._mesh = config, mesh
+        self._ends = ModuleLeaves.split(model.ends)
+        self._layers = [ModuleLeaves.split(m) for m in model.layers]
+        self._pool, self._slots = jax.tree.map(_abstract, (pool, slots))
+        self._layered = mesh.devices.flat[0].platform == "cpu"
+        repeated = NamedSharding(mesh, REPEATED)
+        self._indices = [jax.device_put(jnp.int32(i), repeated) for i in range(len(self._layers))]
+        self._compiled: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+        self._precision = "highest" if pool.dtype == jnp.float32 else "default"
+
+    def build(self, shape: StepShape) -> Program:
+        """Compile the program of a shape (or put it together from parts that other shapes have compiled)."""
+        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32, sharding=NamedSharding(self._mesh, REPEATED))
+        return self._build_layered(shape, packed) if self._layered else self._build_whole(shape, packed)
+
+    def _build_whole(self, shape: StepShape, packed: jax.ShapeDtypeStruct) -> Program:
+        first = self._layers[0]
+
+        def run(
+            ends: list[jax.Array], layers: list[list[jax.Array]], pool: jax.Array, slots: SlotState, packed: jax.Array
+        ) -> Result:
+            modules = [first.merge(leaves) for leaves in layers]
+            return whole_step(self._config, shape, self._ends.merge(ends), modules, pool, slots, packed)
+
+        layers = [m.leaves for m in self._layers]
+        specs = (self._ends.specs, [m.specs for m in self._layers], POOL_SPEC, REPEATED, REPEATED)
+        mapped = self._map(run, specs, (POOL_SPEC, REPEATED, REPEATED))
+        executable, _ = self._compile(mapped, (2, 3), self._ends.leaves, layers, self._pool, self._slots, packed)
+        return WholeStep(executable, self._ends.leaves, layers)
+
+    def _build_layered(self, shape: StepShape, packed: jax.ShapeDtypeStruct) -> Program:
+        config, ends, first = self._config, self._ends, self._layers[0]
+        begin_step, (x, ops, rows) = self._compile(
+            self._map(
+                lambda leaves, slots, packed: begin(config, shape, ends.merge(leaves), slots, packed),
+                (ends.specs, REPEATED, REPEATED),
+                REPEATED,
+            ),
+            (),
+            ends.leaves,
+            self._slots,
+            packed,
+        )
+        layer_step, _ = self._compile(
+            self._map(
+                lambda leaves, index, x, pool, ops: layer(first.merge(leaves), index, x, pool, ops),
+                (first.specs, REPEATED, REPEATED, POOL_SPEC, REPEATED),
+                (REPEATED, POOL_SPEC),
+            ),
+            (2, 3),
+            first.leaves,
+            self._indices[0],
+            x,
+            self._pool,
+            ops,
+        )
+        finish_step, _ = self._compile(
+            self._map(
+                lambda leaves, slots, x, rows: finish(config, ends.merge(leaves), slots, x, rows),
+                (ends.specs, REPEATED, REPEATED, REPEATED),
+                REPEATED,
+            ),
+            (1,),
+            ends.leaves,
+            self._slots,
+            x,
+            rows,
+        )
+        layers = [m.leaves for m in self._layers]
+        return LayeredStep(begin_step, layer_step, finish_step, ends.leaves, layers, self._indices)
+
+    def _map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(fn, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _compile(self, fn: Callable[..., Any], donate: tuple[int, ...], *args: Any) -> tuple[Any, Any]:
+        """(executable, its abstract outputs), once for each set of argument shapes."""
+        args = jax.tree.map(_abstract, args)
+        key = donate, tuple((a.shape, a.dtype) for a in jax.tree.leaves(args))
+        with self._lock:
+            found = self._compiled.get(key)
+        if found is None:
+            with jax.default_matmul_precision(self._precision):
+                lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
+            sharding = NamedSharding(self._mesh, REPEATED)
+            outputs = jax.tree.map(
+                lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=sharding), lowered.out_info
+            )
+            found = lowered.compile(), outputs
+            with self._lock:
+                self._compiled[key] = found
+        return found  # type: ignore[no-any-return]
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -1,0 +1,122 @@
+"""A ModelRunner without a model: it keeps token ids in pages, so that a wrong page gives a wrong token.
+
+The next token is a hash of everything read back from the sequence's KV pages and from its adapter's pages. If a page is shared,
+freed too early, or written by someone else, or an adapter's pages are not the ones that were loaded, the
+output differs from `expected_tokens`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+
+from slora_jax.batch import ShapeBuckets
+from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.engine import PreparedAdapter
+from slora_jax.lora.packing import PackedAdapter
+from slora_jax.memory.layout import MODULES, PageLayout
+from slora_jax.scheduler import Chunk, StepPlan
+
+BASE = 0
+
+
+def next_token(history: Seq[int], fingerprint: int, vocab_size: int) -> int:
+    return zlib.crc32(repr((list(history), fingerprint)).encode()) % vocab_size
+
+
+def expected_tokens(prompt: Seq[int], fingerprint: int, n: int, vocab_size: int) -> list[int]:
+    """What a request of n output tokens must give, computed without pages."""
+    history = list(prompt)
+    for _ in range(n):
+        history.append(next_token(history, fingerprint, vocab_size))
+    return history[len(prompt) :]
+
+
+def simulated_adapter(layout: PageLayout, fingerprint: int, rank: int) -> PreparedAdapter:
+    """An adapter of real size whose every page holds its fingerprint."""
+    placed = layout.adapter({m: rank for m in MODULES[:4]})
+    pages = np.full((layout.n_layers, placed.num_pages, layout.tp * layout.page_elems), fingerprint, np.float32)
+    packed = PackedAdapter(pages=pages, layout=placed, rank=rank, target_modules=MODULES[:4], features={})
+    return PreparedAdapter(f"/simulated/{fingerprint}", packed)
+
+
+class SimulatedInFlight:
+    def __init__(self, rows: list[tuple[int, Chunk]], tokens: list[int], num_tokens: int) -> None:
+        self.rows, self.num_tokens = rows, num_tokens
+        self._tokens = np.asarray(tokens, np.int32)
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        return {"tokens": self._tokens}
+
+
+class SimulatedRunner:
+    """Takes ModelRunner's place in an Engine (same constructor and methods)."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        mesh: Any,
+        layout: PageLayout,
+        num_pages: int,
+        max_model_len: int,
+        params: Any,
+    ) -> None:
+        self.layout, self._vocab = layout, model_config.vocab_size
+        self.buckets = ShapeBuckets.for_engine(
+            layout,
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+            max_model_len=max_model_len,
+            tile=16,
+            ratio=4,
+        )
+        self._memory: list[Any] = [None] * num_pages
+        self._last: dict[int, int] = {}
+        self.max_step_tokens = config.max_step_tokens
+
+    def write_adapter(self, pages: np.ndarray, ids: list[int]) -> None:
+        assert pages.shape[1] == len(ids)
+        for i, page in enumerate(ids):
+            self._memory[page] = ("adapter", int(pages[0, i, 0]), i)
+
+    def launch(self, plan: StepPlan) -> SimulatedInFlight:
+        assert plan.num_tokens <= self.max_step_tokens
+        rows, tokens = [], []
+        for chunk in plan:
+            history = self._run(chunk)
+            if chunk.samples:
+                token = next_token(history, self._fingerprint(chunk), self._vocab)
+                assert chunk.sequence.slot is not None
+                self._last[chunk.sequence.slot] = token
+                rows.append((len(tokens), chunk))
+                tokens.append(token)
+        return SimulatedInFlight(rows, tokens, plan.num_tokens)
+
+    def _run(self, chunk: Chunk) -> list[int]:
+        """Write the chunk's tokens to the sequence's pages, then read its whole history back."""
+        sequence, size = chunk.sequence, self.layout.page_tokens
+        known = sequence.tokens[chunk.start : chunk.start + chunk.count]
+        assert known or chunk.count == 1
+        assert sequence.slot is not None
+        for offset, token in enumerate(known or [self._last[sequence.slot]]):
+            position = chunk.start + offset
+            page = sequence.pages[position // size]
+            if position % size == 0:
+                self._memory[page] = [None] * size
+            self._memory[page][position % size] = token
+        end = chunk.start + chunk.count
+        return [self._memory[sequence.pages[p // size]][p % size] for p in range(end)]
+
+    def _fingerprint(self, chunk: Chunk) -> int:
+        adapter = chunk.sequence.adapter
+        if adapter is None:
+            return BASE
+        assert adapter.pages is not None
+        found = [self._memory[p] for p in adapter.pages]
+        fingerprint = found[0][1]
+        assert found == [("adapter", fingerprint, i) for i in range(len(found))], found
+        return int(fingerprint)

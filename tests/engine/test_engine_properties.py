@@ -1,0 +1,182 @@
+"""Random operations on a real engine, scheduler, pool and adapter store, over a simulated device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import slora_jax.engine
+from slora_jax import EngineConfig, ModelConfig, SamplingParams, UnknownAdapterError
+from slora_jax.engine import Engine
+from slora_jax.outputs import StreamEvent
+from slora_jax.sharding.mesh import make_mesh
+from tests.engine.simulated_runner import BASE, SimulatedRunner, expected_tokens, simulated_adapter
+
+VOCAB = 97
+MODEL = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    max_position_embeddings=96,
+)
+
+
+def simulated_engine(**fields: Any) -> Engine:
+    """An engine of MODEL over a SimulatedRunner."""
+    config = EngineConfig(dtype="float32", page_tokens=4, **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slora_jax.engine, "ModelRunner", SimulatedRunner)
+        return Engine(MODEL, {}, config, make_mesh(1))
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Users add, abort, load, reload and unload at any moment; every sequence must end once, and rightly."""
+
+    @initialize(
+        num_pages=st.integers(40, 90),
+        max_batch_size=st.integers(1, 6),
+        max_step_tokens=st.integers(6, 40),
+        chunk=st.sampled_from([None, 1, 3, 7]),
+    )
+    def start(self, num_pages: int, max_batch_size: int, max_step_tokens: int, chunk: int | None) -> None:
+        self.engine = simulated_engine(
+            num_pages=num_pages,
+            max_batch_size=max_batch_size,
+            max_step_tokens=max_step_tokens,
+            prefill_chunk_tokens=chunk,
+        )
+        self.fingerprints = itertools.count(1)
+        self.loaded: dict[str, int] = {}
+        self.expected: dict[tuple[str, int], list[int]] = {}
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.ended: dict[tuple[str, int], str] = {}
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
+        max_tokens=st.integers(1, 30),
+        n=st.integers(1, 3),
+        pick=st.integers(0, 9),
+    )
+    def add(self, prompt: list[int], max_tokens: int, n: int, pick: int) -> None:
+        names = [None, *self.loaded]
+        name = names[pick % len(names)]
+        params = SamplingParams(max_tokens=max_tokens, n=n)
+        try:
+            request_id = self.engine.add_request(prompt, name, params)
+        except ValueError as error:
+            assert "pages" in str(error)
+            return
+        fingerprint = BASE if name is None else self.loaded[name]
+        for i in range(n):
+            self.expected[request_id, i] = expected_tokens(prompt, fingerprint, max_tokens, VOCAB)
+
+    @rule(name=st.sampled_from("abcdef"), rank=st.sampled_from([3, 8, 20]))
+    def load(self, name: str, rank: int) -> None:
+        fingerprint = next(self.fingerprints)
+        prepared = simulated_adapter(self.engine._runner.layout, fingerprint, rank)  # type: ignore[attr-defined]
+        self.engine.load_adapter(name, prepared, replace=True)
+        self.loaded[name] = fingerprint
+
+    @rule(name=st.sampled_from("abcdef"))
+    def unload(self, name: str) -> None:
+        if name in self.loaded:
+            self.engine.unload_adapter(name)
+            del self.loaded[name]
+        else:
+            with pytest.raises(UnknownAdapterError):
+                self.engine.unload_adapter(name)
+
+    @rule(pick=st.integers(0, 50))
+    def abort(self, pick: int) -> None:
+        alive = sorted({r for r, _ in self.expected} - {r for r, _ in self.ended})
+        if alive:
+            self.take(self.engine.abort(alive[pick % len(alive)]))
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.take(self.engine.step())
+            self.engine.check_integrity()
+
+    def take(self, events: list[StreamEvent]) -> None:
+        for event in events:
+            key = event.request_id, event.index
+            assert key not in self.ended, "an event after the last one"
+            self.got.setdefault(key, []).extend(event.token_ids)
+            if event.finish_reason is not None:
+                self.ended[key] = event.finish_reason
+
+    @invariant()
+    def tokens_are_right(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.check_integrity()
+        for key, tokens in self.got.items():
+            assert tokens == self.expected[key][: len(tokens)], key
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(5000):
+            if not self.engine.has_unfinished():
+                break
+            self.take(self.engine.step())
+        assert set(self.ended) == set(self.expected), "a sequence never ended"
+        for key, reason in self.ended.items():
+            assert reason in ("length", "abort")
+            assert reason == "abort" or self.got[key] == self.expected[key]
+        for name in list(self.loaded):
+            self.engine.unload_adapter(name)
+        stats = self.engine.stats()
+        assert stats.pages_free == stats.pages_total, "pages leaked"
+        assert self.engine.adapters() == []
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_preemption_recomputes_and_changes_nothing() -> None:
+    engine = simulated_engine(num_pages=24, max_batch_size=6, max_step_tokens=24)
+    prompts = [[i] * (5 + i) for i in range(6)]
+    outs = engine.generate(prompts, sampling_params=SamplingParams(max_tokens=40))
+    assert engine.stats().preemptions > 0
+    for prompt, out in zip(prompts, outs, strict=True):
+        assert out.token_ids == expected_tokens(prompt, BASE, 40, VOCAB)
+
+
+def test_requests_run_in_order_of_arrival() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16)
+    ids = [engine.add_request([i, i], None, SamplingParams(max_tokens=3)) for i in range(5)]
+    ended = []
+    while engine.has_unfinished():
+        ended += [e.request_id for e in engine.step() if e.finish_reason]
+    assert ended == ids
+
+
+def test_events_of_other_requests_survive_a_generate_call() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    other = engine.add_request([1, 2, 3], None, SamplingParams(max_tokens=4))
+    engine.generate([[5, 6]], sampling_params=SamplingParams(max_tokens=20))
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        tokens += [t for e in engine.step() if e.request_id == other for t in e.token_ids]
+    assert tokens == expected_tokens([1, 2, 3], BASE, 4, VOCAB)
+
+
+def test_closing_a_stream_frees_what_it_held() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    stream = engine.stream([[1] * 20, [2] * 9], sampling_params=SamplingParams(max_tokens=30))
+    next(iter(stream))
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.stats().pages_free == engine.stats().pages_total
+    engine.check_integrity()

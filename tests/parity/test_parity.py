@@ -1,0 +1,157 @@
+"""The test that decides: mixed batches of real adapters on SmolLM2 equal transformers + PEFT, one by one, in fp32.
+
+Expected tokens and logits are recorded by `record_peft.py`. One engine serves all tests here (compiling is what costs);
+smaller pools, other chunk sizes and shuffled pages are set on its scheduler and allocator, which
+compiled steps know nothing of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slora_jax import EngineConfig, RequestOutput, SamplingParams
+from slora_jax.engine import Engine
+from tests.parity.random_adapters import write_adapters
+
+HERE = Path(__file__).parent
+CASES: list[dict[str, Any]] = json.loads((HERE / "expected.json").read_text())["cases"]
+EXPECTED = np.load(HERE / "expected.npz")
+N_TOKENS = len(CASES[0]["token_ids"])
+GREEDY = SamplingParams(max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: str(path) for name, path in write_adapters(tmp_path_factory.mktemp("adapters")).items()}
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_gguf: Path, adapters: dict[str, str]) -> Engine:
+    config = EngineConfig(
+        dtype="float32",
+        max_batch_size=16,
+        max_step_tokens=128,
+        max_model_len=256,
+        num_pages=700,
+        record_logits=True,
+    )
+    return Engine.from_pretrained(smollm2_gguf, adapters, config)
+
+
+@contextlib.contextmanager
+def constrained(engine: Engine, *, free_pages: int, chunk: int, seed: int) -> Iterator[None]:
+    """Leave the pool so many pages in random order, and prefill in chunks of `chunk` tokens."""
+    pool, scheduler = engine._pool, engine._scheduler
+    for adapter in engine._adapters.resident:
+        engine._adapters._evict(adapter)
+    random.Random(seed).shuffle(pool._free)
+    hostages = pool.allocate(pool.num_free - free_pages, "kv")
+    limits = scheduler._limits
+    scheduler._limits = dataclasses.replace(limits, max_chunk_tokens=chunk)
+    assert hostages is not None
+    try:
+        yield
+    finally:
+        scheduler._limits = limits
+        pool.release(hostages)
+        engine.check_integrity()
+
+
+def run(engine: Engine, order: list[int]) -> list[RequestOutput]:
+    return engine.generate(
+        [CASES[i]["prompt_token_ids"] for i in order], [CASES[i]["adapter"] for i in order], GREEDY
+    )
+
+
+def assert_equal_to_peft(order: list[int], outs: list[RequestOutput]) -> None:
+    """Token for token, and every step's logits to 1e-3 of their scale."""
+    for i, out in zip(order, outs, strict=True):
+        assert out.token_ids == CASES[i]["token_ids"], CASES[i]["name"]
+        logits = out.logits
+        assert logits is not None
+        scale = np.abs(EXPECTED["logits"][i]).max(axis=1, keepdims=True)
+        error = np.abs(logits[:, EXPECTED["vocabulary_ids"]] - EXPECTED["logits"][i]) / scale
+        assert error.max() < 1e-3, (CASES[i]["name"], error.max())
+        np.testing.assert_allclose(logits.max(axis=1), EXPECTED["max"][i], rtol=1e-3)
+        np.testing.assert_allclose(np.linalg.norm(logits, axis=1), EXPECTED["norm"][i], rtol=1e-3)
+
+
+def test_there_is_enough_to_compare() -> None:
+    names = {c["adapter"] for c in CASES}
+    assert None in names
+    assert len(names) >= 7
+    assert N_TOKENS >= 48
+
+
+def test_one_mixed_batch(engine: Engine) -> None:
+    order = list(range(len(CASES)))
+    assert_equal_to_peft(order, run(engine, order))
+    assert engine.stats().preemptions == 0
+
+
+def test_small_shuffled_pool_with_preemption_and_chunks_of_seven(engine: Engine) -> None:
+    before = engine.stats()
+    order = list(range(len(CASES)))
+    with constrained(engine, free_pages=150, chunk=7, seed=3):
+        outs = run(engine, order)
+    assert engine.stats().preemptions > before.preemptions
+    assert engine.stats().adapter_evictions > before.adapter_evictions
+    assert_equal_to_peft(order, outs)
+
+
+def test_adapters_loaded_and_unloaded_midway(engine: Engine, adapters: dict[str, str]) -> None:
+    """Names come and go and change meaning while requests run; each request keeps the adapter it started with."""
+    case_of = {c["adapter"]: i for i, c in enumerate(CASES)}
+    first, second = [n for n in case_of if n is not None][:2]
+    ids = {}
+    for name in (first, second, None):
+        case = CASES[case_of[name]]
+        ids[engine.add_request(case["prompt_token_ids"], name, GREEDY)] = case
+    got: dict[str, list[int]] = {request_id: [] for request_id in ids}
+
+    def step() -> None:
+        for event in engine.step():
+            got[event.request_id] += event.token_ids
+
+    for _ in range(9):
+        step()
+    engine.unload_adapter(first)
+    engine.load_adapter(first, adapters[second])  # the other's weights under the first one's name
+    engine.unload_adapter(second)
+    late = engine.add_request(CASES[case_of[second]]["prompt_token_ids"], first, GREEDY)
+    ids[late], got[late] = CASES[case_of[second]], []
+    while engine.has_unfinished():
+        step()
+    for request_id, case in ids.items():
+        assert got[request_id] == case["token_ids"], case["name"]
+    engine.load_adapter(first, adapters[first], replace=True)
+    engine.load_adapter(second, adapters[second])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_batch_mates_do_not_change_a_result(engine: Engine, seed: int) -> None:
+    """Permuted and thinned batches, greedy and sampled."""
+    rng = random.Random(seed)
+    order = rng.sample(range(len(CASES)), k=7)
+    assert_equal_to_peft(order, run(engine, order))
+    params = [SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=40, seed=i) for i in range(len(CASES))]
+
+    def sampled(order: list[int]) -> dict[int, list[int]]:
+        outs = engine.generate(
+            [CASES[i]["prompt_token_ids"] for i in order],
+            [CASES[i]["adapter"] for i in order],
+            [params[i] for i in order],
+        )
+        return dict(zip(order, (o.token_ids for o in outs), strict=True))
+
+    whole = sampled(list(range(len(CASES))))
+    assert sampled(order) == {i: whole[i] for i in order}

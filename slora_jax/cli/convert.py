@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
+from slora_jax.cli.errors import reading_input
 from slora_jax.cli.screen import LoadProgress
 from slora_jax.config import Dtype, LoadFormat
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Convert and say where the result lies."""
     from slora_jax.weights import convert
 
-    with LoadProgress(Console(stderr=True)) as progress:
+    with reading_input(), LoadProgress(Console(stderr=True)) as progress:
         path = convert(
             args.model,
             args.out,

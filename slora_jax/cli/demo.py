@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from slora_jax.cli import smollm2
+from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags
-from slora_jax.cli.generate import Prompt, chat_prompt
+from slora_jax.cli.generate import chat_prompt
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
 from slora_jax.outputs import EngineStats, StreamEvent
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 QUESTIONS = ("What is the capital of France?", "Tell me about the sea.")
 _ADAPTERS = Path("examples") / "adapters"
 _DEFAULTS = {"dtype": "float32", "max_batch_size": 16, "max_model_len": 512}  # bfloat16 is slow on most CPUs
-_Batch = tuple[Sequence[Prompt], Sequence[str | None], Sequence[SamplingParams]]
 
 
 def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -57,21 +57,25 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load, ask, show, sum up."""
     console = Console()
-    model = args.model or smollm2.find_gguf()
-    adapters = find_adapters(args.adapters_dir)
-    config = from_flags(EngineConfig, args)
-    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    with reading_input():
+        model = args.model or smollm2.find_gguf()
+        adapters = find_adapters(args.adapters_dir)
+        config = from_flags(EngineConfig, args)
+        params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
 
     from slora_jax.engine import Engine
 
     questions, names = args.question or QUESTIONS, (None, *adapters)
     with LoadProgress(console) as progress:
-        engine = Engine.from_pretrained(model, adapters, config, progress=progress)
+        with reading_input():
+            engine = Engine.from_pretrained(model, adapters, config, progress=progress)
         ranks = {info.name: info.rank for info in engine.adapters()}
         rows = [Row(name, question, ranks.get(name or "")) for question in questions for name in names]
-        prompts = [chat_prompt(engine, row.prompt) for row in rows]
-        batch = (prompts, [row.adapter for row in rows], [params] * len(rows))
-        _compile(engine, batch, progress)
+        with reading_input():
+            prompts = [chat_prompt(engine, row.prompt) for row in rows]
+            batch = (prompts, [row.adapter for row in rows], [params] * len(rows))
+            events = engine.stream(*batch)
+        _compile(events, len(rows), progress)
     tally = _Tally(engine.stats())
     with BatchScreen(console, rows) as screen:
         for event in engine.stream(*batch):
@@ -83,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row.error for row in rows))
 
 
-def _compile(engine: Engine, batch: _Batch, progress: LoadProgress) -> None:
-    """Run the batch unseen, so that the speed reported is the engine's and not the compiler's."""
+def _compile(events: Iterator[StreamEvent], total: int, progress: LoadProgress) -> None:
+    """Run a batch unseen, so that the speed reported next is the engine's and not the compiler's."""
     phase, ended = "compiling, first run", 0
-    progress(phase, 0, len(batch[0]))
-    for event in engine.stream(*batch):
+    progress(phase, 0, total)
+    for event in events:
         ended += event.finish_reason is not None
-        progress(phase, ended, len(batch[0]))
+        progress(phase, ended, total)
 
 
 def find_adapters(folder: Path | None = None) -> dict[str, Path]:

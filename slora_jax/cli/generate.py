@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import (
     SAMPLING_HELP,
     SAMPLING_SKIP,
@@ -22,7 +23,7 @@ from slora_jax.cli.flags import (
 )
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
-from slora_jax.outputs import CompletionOutput, RequestOutput, StreamEvent
+from slora_jax.outputs import FinishReason, StreamEvent, TokenLogprobs
 from slora_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -143,36 +144,65 @@ def _question(line: str) -> Question:
     return Question(item["prompt"], item.get("adapter_id"))
 
 
+@dataclasses.dataclass
+class _Answer:
+    """One continuation, gathered from its events; its fields are those of `--json`."""
+
+    prompt_index: int
+    index: int
+    prompt: Prompt
+    adapter_id: str | None
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+    def add(self, event: StreamEvent) -> None:
+        self.text += event.text
+        self.token_ids += event.token_ids
+        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+        self.error = event.error
+        if event.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *event.logprobs]
+
+
 def run(args: argparse.Namespace) -> int:
     """Load the engine, answer, print."""
+    with reading_input():
+        questions, adapters = _questions(args)
+        params, config = from_flags(SamplingParams, args, SAMPLING_SKIP), from_flags(EngineConfig, args)
+
+    from slora_jax.engine import Engine
+
+    with LoadProgress(Console(stderr=True)) as progress, reading_input():
+        engine = Engine.from_pretrained(
+            args.model, adapters, config, tokenizer=args.tokenizer, progress=progress
+        )
+        prompts = [chat_prompt(engine, q.prompt) if args.chat else q.prompt for q in questions]
+        events = engine.stream(prompts, [q.adapter_id for q in questions], params)
+    answers = [
+        _Answer(i, k, q.prompt, q.adapter_id) for i, q in enumerate(questions) for k in range(params.n)
+    ]
+    if args.stream:
+        _print_stream(events, answers, as_json=args.json, as_text=engine.tokenizer is not None)
+    else:
+        _print_whole(events, answers, as_json=args.json, as_text=engine.tokenizer is not None)
+    return int(any(answer.error for answer in answers))
+
+
+def _questions(args: argparse.Namespace) -> tuple[list[Question], dict[str, str]]:
+    """The prompts and the adapters by name; raises ValueError where a prompt names another."""
     questions: list[Question] = args.questions or []
     if not questions:
         raise ValueError("give at least one --prompt, --prompt-for or --prompts")
     adapters = unique_adapters(args.adapters)
-    for name in {q.adapter_id for q in questions} - {None, *adapters}:
-        raise ValueError(f"a prompt names the adapter '{name}'; add --adapter {name}=PATH")
-    params, config = from_flags(SamplingParams, args, SAMPLING_SKIP), from_flags(EngineConfig, args)
-
-    from slora_jax.engine import Engine
-
-    with LoadProgress(Console(stderr=True)) as progress:
-        engine = Engine.from_pretrained(
-            args.model, adapters, config, tokenizer=args.tokenizer, progress=progress
-        )
-    prompts = [chat_prompt(engine, q.prompt) if args.chat else q.prompt for q in questions]
-    adapter_ids = [q.adapter_id for q in questions]
-    if args.stream:
-        return _stream(engine, questions, prompts, params, as_json=args.json)
-    outputs = engine.generate(prompts, adapter_ids, [params] * len(prompts))
-    for i, (question, output) in enumerate(zip(questions, outputs, strict=True)):
-        for completion in output.outputs:
-            if args.json:
-                print(json.dumps(_as_json(i, question, output, completion), ensure_ascii=False))
-            else:
-                if len(outputs) > 1 or params.n > 1:
-                    print(f"--- {question.adapter_id or 'base'}: {question.prompt}")
-                print(_text(engine, completion.text, completion.token_ids))
-    return int(any(c.finish_reason == "error" for o in outputs for c in o.outputs))
+    for question in questions:
+        if question.adapter_id not in (None, *adapters):
+            name = question.adapter_id
+            raise ValueError(f"a prompt names the adapter '{name}'; add --adapter {name}=PATH")
+    return questions, adapters
 
 
 def chat_prompt(engine: Engine, prompt: Prompt) -> Prompt:
@@ -185,58 +215,53 @@ def chat_prompt(engine: Engine, prompt: Prompt) -> Prompt:
     return engine.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _stream(
-    engine: Engine,
-    questions: Sequence[Question],
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    *,
-    as_json: bool,
-) -> int:
-    events = engine.stream(prompts, [q.adapter_id for q in questions], [params] * len(prompts))
-    failed = False
-    if as_json or len(questions) * params.n == 1:
+def _by_place(answers: list[_Answer]) -> dict[tuple[int, int], _Answer]:
+    return {(answer.prompt_index, answer.index): answer for answer in answers}
+
+
+def _print_whole(
+    events: Iterator[StreamEvent], answers: list[_Answer], *, as_json: bool, as_text: bool
+) -> None:
+    places = _by_place(answers)
+    for event in events:
+        places[event.prompt_index, event.index].add(event)
+    for answer in answers:
+        if as_json:
+            _print_json(dataclasses.asdict(answer))
+            continue
+        if len(answers) > 1:
+            print(f"--- {answer.adapter_id or 'base'}: {answer.prompt}")
+        print(answer.text if as_text else _spaced(answer.token_ids))
+        if answer.error:
+            print(f"slora-jax: error: {answer.error}", file=sys.stderr)
+
+
+def _print_stream(
+    events: Iterator[StreamEvent], answers: list[_Answer], *, as_json: bool, as_text: bool
+) -> None:
+    places = _by_place(answers)
+    if as_json:
         for event in events:
-            failed |= event.finish_reason == "error"
-            if as_json:
-                print(json.dumps(_event_as_json(event), ensure_ascii=False), flush=True)
-            else:
-                print(_text(engine, event.text, event.token_ids), end="", flush=True)
-        if not as_json:
-            print()
-        return int(failed)
-    rows = {
-        (i, k): Row(q.adapter_id, str(q.prompt)) for i, q in enumerate(questions) for k in range(params.n)
-    }
-    with BatchScreen(Console(), list(rows.values())) as screen:
+            places[event.prompt_index, event.index].add(event)
+            _print_json(dataclasses.asdict(dataclasses.replace(event, metrics=None, logits=None)))
+    elif len(answers) == 1:
         for event in events:
-            screen.add(rows[event.prompt_index, event.index], event)
-    return int(any(row.error for row in rows.values()))
+            answers[0].add(event)
+            print(event.text if as_text else _spaced(event.token_ids), end="", flush=True)
+        print()
+    else:
+        rows = {place: Row(answer.adapter_id, str(answer.prompt)) for place, answer in places.items()}
+        with BatchScreen(Console(), list(rows.values())) as screen:
+            for event in events:
+                place = event.prompt_index, event.index
+                places[place].add(event)
+                shown = event if as_text else dataclasses.replace(event, text=_spaced(event.token_ids))
+                screen.add(rows[place], shown)
 
 
-def _text(engine: Engine, text: str, token_ids: Sequence[int]) -> str:
-    return text if engine.tokenizer is not None else "".join(f"{token} " for token in token_ids)
+def _spaced(token_ids: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in token_ids)
 
 
-def _as_json(
-    i: int, question: Question, output: RequestOutput, completion: CompletionOutput
-) -> dict[str, Any]:
-    logprobs = completion.logprobs
-    return {
-        "prompt_index": i,
-        "index": completion.index,
-        "prompt": question.prompt,
-        "adapter_id": output.adapter_id,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        "error": completion.error,
-        "logprobs": None if logprobs is None else [dataclasses.asdict(entry) for entry in logprobs],
-    }
-
-
-def _event_as_json(event: StreamEvent) -> dict[str, Any]:
-    left_out = ("metrics", "logits")
-    values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event) if f.name not in left_out}
-    return values | {"logprobs": event.logprobs and [dataclasses.asdict(entry) for entry in event.logprobs]}
+def _print_json(values: dict[str, Any]) -> None:
+    print(json.dumps(values, ensure_ascii=False), flush=True)

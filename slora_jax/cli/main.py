@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import slora_jax
 from slora_jax.cli import convert, demo, generate, serve
-from slora_jax.errors import UnknownAdapterError
+from slora_jax.cli.errors import InputError
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,12 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, UnknownAdapterError) as error:
+    except InputError as error:
         if args.traceback:
             raise
-        message = " ".join(str(error).split())
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(f"slora-jax: error: {message}{notes}", file=sys.stderr)
+        print(f"slora-jax: error: {error}", file=sys.stderr)
         return 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags, unique_adapters
 from slora_jax.cli.generate import add_model_arguments
 from slora_jax.cli.screen import LoadProgress
@@ -69,13 +69,11 @@ def run(args: argparse.Namespace) -> int:
     from slora_jax.server.config import ServerConfig
     from slora_jax.server.serve import run_server
 
-    server_config, engine_config = from_flags(ServerConfig, args), from_flags(EngineConfig, args)
-    server_config = dataclasses.replace(
-        server_config,
-        api_key=server_config.api_key or os.environ.get("SLORA_API_KEY"),
-        admin_api_key=server_config.admin_api_key or os.environ.get("SLORA_ADMIN_API_KEY"),
-    )
-    adapters = unique_adapters(args.adapters)
+    args.api_key = args.api_key or os.environ.get("SLORA_API_KEY")
+    args.admin_api_key = args.admin_api_key or os.environ.get("SLORA_ADMIN_API_KEY")
+    with reading_input():
+        server_config, engine_config = from_flags(ServerConfig, args), from_flags(EngineConfig, args)
+        adapters = unique_adapters(args.adapters)
     logging.getLogger("slora_jax").setLevel(args.log_level.upper())
 
     def load_engine() -> Engine:
@@ -86,5 +84,6 @@ def run(args: argparse.Namespace) -> int:
                 args.model, adapters, engine_config, tokenizer=args.tokenizer, progress=progress
             )
 
-    run_server(load_engine, args.host, args.port, server_config, log_level=args.log_level)
+    with reading_input():  # above all a port that is taken, and what load_engine finds wrong
+        run_server(load_engine, args.host, args.port, server_config, log_level=args.log_level)
     return 0

@@ -13,13 +13,15 @@ import pytest
 
 import slora_jax
 from slora_jax.cli import demo, smollm2
+from slora_jax.cli.errors import InputError
 from slora_jax.cli.main import main
 from slora_jax.config import ModelConfig
+from slora_jax.engine import Engine
 from tests.conftest import TINY_CONFIG
 from tests.lora.peft_files import write_peft_adapter
 from tests.text.builders import byte_level_backend, write_folder
 
-ENGINE = "--load-format dummy --dtype float32 --num-pages 64 --max-batch-size 4 --max-step-tokens 32".split()
+ENGINE = "--load-format dummy --dtype float32 --num-pages 64 --max-batch-size 2 --max-step-tokens 32".split()
 
 
 def _run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -140,7 +142,7 @@ def test_demo_answers_every_question_with_every_adapter(
     assert sorted(answers) == ["[attention r4", "[base", "[mlp r9"]
     summary = {line.split()[0]: line for line in out.splitlines() if line[:1].isalpha()}
     assert "12 tokens in" in summary["speed"]
-    assert "up to 3 sequences a step" in summary["batches"]
+    assert "up to 2 sequences a step" in summary["batches"]
     assert "63 pages of 16 tokens" in summary["pool"]
     assert "2 of 2 resident" in summary["adapters"]
 
@@ -194,8 +196,20 @@ def test_a_malformed_line_of_prompts_is_shown(
 
 
 def test_traceback_shows_where_an_error_arose(tiny_model_dir: Path) -> None:
-    with pytest.raises(ValueError, match="give at least one"):
+    with pytest.raises(InputError, match="give at least one") as caught:
         main(["generate", str(tiny_model_dir), "--traceback"])
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_an_error_of_a_running_batch_is_no_mistake_of_the_user(
+    tiny_model_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(engine: Engine) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["generate", str(tiny_model_dir), "--prompts", str(prompts), *ENGINE])
 
 
 def test_demo_finds_adapter_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Paged attention in plain JAX: the backend for CPUs, and what kernels of other backends are compared with.
 
-A page of one layer is read as `[2, n_kv, page_tokens, head_dim]` (K first). Letters: `t` query token, `b` row
-(a sequence, or a tile of a prompt), `u` unit (a row and one block of its context), `h` query head, `k` KV head,
-`g` query heads of one KV head, `e` head dim, `m` pages of a sequence, `c` context token of a block.
+A page of one layer is read as `[2, n_kv, page_tokens, head_dim]` (K first). Letters: `t` query token, `b`
+row (a sequence, or a tile of a prompt), `u` unit (a row and one block of its context), `h` query head, `k`
+KV head, `g` query heads of one KV head, `e` head dim, `m` pages of a sequence, `c` context token of a block.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def decode_attention(
     page_tokens: int,
     scale: float,
 ) -> jax.Array:
-    """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence, all in float32.
+    """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence, in float32.
 
     q [s, h, e]; page_table int32 [s, m]; kv_len int32 [s], the query's own token included (0: a padding row,
     whose output is 0). Query head h reads KV head h // (h / n_kv). Returns [s, h, e] in q's dtype.
@@ -77,9 +77,10 @@ def prefill_attention(
 ) -> jax.Array:
     """Causal attention of ragged prompt chunks over all that their sequences' pages hold, in float32.
 
-    q [t, h, e]; page_table int32 [b, m]; positions int32 [t]. Tile j holds tokens tile_start[j] .. + tile_len[j]
-    (at most `tile`) of sequence row tile_seq[j] (-1: padding). Token t's output is row tile_row[t] = j * tile + o
-    of the tiles' outputs (0 for padding tokens, whose output is finite and means nothing). Returns [t, h, e].
+    q [t, h, e]; page_table int32 [b, m]; positions int32 [t]. Tile j holds the tile_len[j] (at most `tile`)
+    tokens from tile_start[j] on, of sequence row tile_seq[j] (-1: padding). Token t's output is row
+    tile_row[t] = j * tile + o of the tiles' outputs (0 for padding tokens, whose output is finite and means
+    nothing). Returns [t, h, e] in q's dtype.
     """
     t, h, e = q.shape
     offset = jnp.arange(tile, dtype=jnp.int32)
@@ -102,11 +103,11 @@ def _attend(
     page_tokens: int,
     scale: float,
 ) -> jax.Array:
-    """Attention of q [b, t, h, e] where token t of row b sees context 0 .. last[b, t] (-1: nothing, and gives 0).
+    """Attention of q [b, t, h, e] where token t of row b sees context 0 .. last[b, t] (-1: none, and gives 0).
 
     Rows are cut into units, one for each block of context that a row really has; a loop takes some units at a
-    time and stops after the last, so that time follows the true lengths, not the table's width. Partial softmaxes
-    of a row's units are then merged (as flash decoding does). A table of one block needs neither.
+    time and stops after the last, so that time follows the true lengths, not the table's width. Partial
+    softmaxes of a row's units are then merged (as flash decoding does). A table of one block needs neither.
     """
     b, t, h, e = q.shape
     pages = max(1, min(page_table.shape[1], BLOCK_TOKENS // page_tokens))  # of a block
@@ -155,23 +156,22 @@ def _block(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """exp(q K^T - top) V, its row sums, and top, over one block of context a unit.
 
-    q [u, k, g, t, e] (scaled); pages int32 [u, m]; visible int32 [u, t]: last visible token of the block (negative:
-    none; the block's end or more: all). Returns [u, k, g, t, e], [u, k, g, t], [u, k, g, t].
+    q [u, k, g, t, e] (scaled); pages int32 [u, m]; visible int32 [u, t]: last visible token of the block
+    (negative: none; the block's end or more: all). Returns [u, k, g, t, e], [u, k, g, t], [u, k, g, t].
     """
     n_layers, n_pages, _ = pool.shape
     u, n_kv, g, t, e = q.shape
     m = pages.shape[1]
     far = jnp.max(visible, axis=1)[:, None]  # [u, 1]
-    pages = jnp.where(
-        jnp.arange(m) * page_tokens <= far, pages, 0
-    )  # unread pages: the null page, which is cached
+    unread = jnp.arange(m) * page_tokens > far
+    pages = jnp.where(unread, 0, pages)  # the null page stays in the cache
     rows = pool.reshape(n_layers * n_pages * 2 * n_kv, page_tokens * e)
     first = ((layer * n_pages + pages) * 2 * n_kv)[:, None, :] + jnp.arange(n_kv)[:, None]  # [u, k, m]
     context = jnp.arange(m * page_tokens)
 
     def read(rows_of: jax.Array) -> jax.Array:
-        # The barrier keeps XLA from fusing the reshape into the gather, which would then copy head_dim elements
-        # at a time with index arithmetic between them: twice as slow on a CPU.
+        # The barrier keeps XLA from fusing the reshape into the gather, which would then copy head_dim
+        # elements at a time with index arithmetic between them: twice as slow on a CPU.
         got = lax.optimization_barrier(rows.at[rows_of].get(mode="promise_in_bounds"))
         return got.reshape(u, n_kv, m * page_tokens, e).astype(jnp.float32)
 

@@ -37,7 +37,7 @@ class Adapters:
 
 
 def pack(rng: np.random.Generator, ranks: list[dict[int, int]], dtype: jnp.dtype = jnp.float32) -> Adapters:
-    n_pages = 500
+    n_pages = 2 + sum(-(-rank // 8) * (A_CHUNKS[m] + B_CHUNKS[m]) for r in ranks for m, rank in r.items())
     free = list(rng.permutation(np.arange(1, n_pages)))
     pool = np.full((LAYERS, n_pages, CHUNKS_PER_PAGE, 8, W), np.nan, np.float32)
     pool[:, 0] = 0
@@ -124,7 +124,7 @@ def popularity(rng: np.random.Generator, kind: str, tokens: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["distinct", "uniform", "zipf", "identical"])
-@pytest.mark.parametrize("tokens", [1, 7, 33])
+@pytest.mark.parametrize("tokens", [1, 33, 130])
 def test_popularity(kind: str, tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     token_adapter = popularity(rng, kind, tokens)
@@ -145,9 +145,7 @@ def test_chunks_of_a_block_cross_pages() -> None:
     rng = np.random.default_rng(1)
     data = pack(rng, [{0: 8, 4: 17, 6: 40}, {6: 64}])
     assert max(len(pages) for pages, *_ in data.blocks) > 10
-    assert any(
-        start[6] % CHUNKS_PER_PAGE + A_CHUNKS[6] > CHUNKS_PER_PAGE for _, _, start, _ in data.blocks
-    )
+    assert any(start[6] % CHUNKS_PER_PAGE + A_CHUNKS[6] > CHUNKS_PER_PAGE for _, _, start, _ in data.blocks)
     check(rng, data, np.array([1, 0, 0, 1], np.int32))
 
 
@@ -171,6 +169,56 @@ def test_builder_refuses_sizes_too_small() -> None:
         build_lora_blocks(np.zeros(1, np.int32), data.blocks, 3, 99, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS)
     with pytest.raises(ValueError, match="too small"):
         build_lora_blocks(np.zeros(1, np.int32), data.blocks, 4, 1, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS)
+
+
+def test_prompts_of_several_adapters_after_decodes() -> None:
+    """Tiles that hold one adapter, several, base tokens alone; adapters not in order of first use."""
+    rng = np.random.default_rng(5)
+    ranks = [{m: int(rng.integers(1, 50)) for m in range(7) if rng.random() < 0.8} for _ in range(9)]
+    decodes = rng.integers(-1, 9, 20)
+    prompts = np.repeat([7, -1, 2, 7, 0], [90, 70, 30, 11, 5])
+    check(rng, pack(rng, ranks), np.concatenate([decodes, prompts]).astype(np.int32))
+
+
+def test_base_tokens_are_untouched_beside_garbage() -> None:
+    """A padding token's x may be anything; a base token's y comes back bit for bit."""
+    rng = np.random.default_rng(6)
+    data = pack(rng, [{0: 8, 1: 8, 2: 8}])
+    blocks = lora_blocks(np.array([-1, 0, -1], np.int32), data, 2)
+    x = jnp.asarray(rng.standard_normal((3, IN[0])), jnp.float32).at[2].set(jnp.nan)
+    y = jnp.asarray(rng.standard_normal((3, 32)), jnp.float32)
+    got = apply_group(x, y, data.pool, blocks, GROUPS[0])
+    np.testing.assert_array_equal(np.asarray(got)[[0, 2]], np.asarray(y)[[0, 2]])
+    assert np.abs(np.asarray(got - y))[1].min() > 0
+
+
+def test_builder_orders_adapters_by_their_last_token() -> None:
+    rng = np.random.default_rng(7)
+    data = pack(rng, [{0: 8}, {0: 16}, {0: 8}, {1: 8}])
+    host = build_lora_blocks(
+        np.array([0, 1, -1, 2, 0, 1]), data.blocks, 6, 20, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS
+    )
+    assert host["token_adapter"].tolist() == [2, 3, -1, 1, 2, 3]  # adapter 3 has no token and becomes 0
+    assert host["adapter"][0].tolist() == [1, 2, 3, 3, -2, -2]
+    assert host["adapter"][1].tolist() == [0, -2, -2, -2, -2, -2]
+    assert all(array.dtype == np.int32 for array in host.values())
+    with pytest.raises(ValueError, match="names adapter 4 of 4"):
+        build_lora_blocks(np.array([4]), data.blocks, 6, 20, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS)
+
+
+def test_lora_makes_no_copy_of_the_pool() -> None:
+    shape = (LAYERS, 4000, CHUNKS_PER_PAGE * 8 * W)
+    data = pack(np.random.default_rng(8), [{0: 8, 1: 8, 2: 8}])
+    blocks = lora_blocks(np.zeros(100, np.int32), data)
+    f32 = jnp.float32
+    compiled = apply_group.lower(
+        jax.ShapeDtypeStruct((100, IN[0]), f32),
+        jax.ShapeDtypeStruct((100, 32), f32),
+        jax.ShapeDtypeStruct(shape, f32),
+        blocks,
+        GROUPS[0],
+    ).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * np.prod(shape) / 4
 
 
 def test_no_blocks_needed_without_adapters() -> None:

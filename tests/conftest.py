@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 CACHE = Path(__file__).resolve().parent.parent / "build" / "test-cache"
@@ -21,6 +22,10 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "slora-jax" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# A deadline would measure compilation; fixed examples keep a change from failing for what it did not touch.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("tests")
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

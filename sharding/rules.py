@@ -1,4 +1,4 @@
-"""Logical axes of parameters -> mesh axes (Megatron: heads, mlp and vocabulary are split, the rest repeated)."""
+"""Logical axes of parameters -> mesh axes (Megatron: heads, mlp and vocabulary are split)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*physical)
 
 
-def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> NamedSharding:
+def named_sharding(
+    mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] | None = None
+) -> NamedSharding:
     """The sharding of an array with these logical axes.
 
     With `shape`, an axis that the mesh does not divide is repeated on every shard instead; only KV heads
@@ -44,6 +46,8 @@ def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] 
     for i, size in enumerate(shape or ()):
         if spec[i] is not None and size % mesh.shape[spec[i]]:
             if axes[i] != "kv_heads":
-                raise ValueError(f"axis '{axes[i]}' of size {size} does not split over {mesh.shape[spec[i]]} shards")
+                raise ValueError(
+                    f"axis '{axes[i]}' of size {size} does not split over {mesh.shape[spec[i]]} shards"
+                )
             spec[i] = None
     return NamedSharding(mesh, PartitionSpec(*spec))

@@ -1,4 +1,5 @@
-"""A step's input: from the scheduler's plan to one packed int32 array, and back to named arrays on the device.
+"""A step's input: from the scheduler's plan to one packed int32 array, and back to named arrays on the
+device.
 
 Everything a step reads from the host travels in one transfer. Letters: t tokens (decode rows first, then the
 prefill chunks, then padding), D decode rows, b prefill sequences, R = D + b rows that may sample, m pages
@@ -200,9 +201,11 @@ class BatchBuilder:
             token += chunk.count
             self._put_row(view, chunk, shape.decode_rows + index, token - 1, bias)
         if bias:
-            view["bias_row"][: len(bias)], view["bias_token"][: len(bias)], view["bias_value"][: len(bias)] = zip(
-                *bias, strict=True
-            )
+            (
+                view["bias_row"][: len(bias)],
+                view["bias_token"][: len(bias)],
+                view["bias_value"][: len(bias)],
+            ) = zip(*bias, strict=True)
         self._put_lora(view, plan, shape)
         return packed
 
@@ -217,7 +220,9 @@ class BatchBuilder:
         view["token_slot"][span] = sequence.slot
         view["prompt_len"][span] = sequence.prompt_len
 
-    def _put_tiles(self, view: Mapping[str, np.ndarray], chunk: Chunk, index: int, start: int, tile: int) -> int:
+    def _put_tiles(
+        self, view: Mapping[str, np.ndarray], chunk: Chunk, index: int, start: int, tile: int
+    ) -> int:
         count = -(-chunk.count // self._tile)
         offsets = np.arange(count) * self._tile
         span = slice(tile, tile + count)
@@ -228,7 +233,12 @@ class BatchBuilder:
         return tile + count
 
     def _put_row(
-        self, view: Mapping[str, np.ndarray], chunk: Chunk, row: int, token: int, bias: list[tuple[int, int, float]]
+        self,
+        view: Mapping[str, np.ndarray],
+        chunk: Chunk,
+        row: int,
+        token: int,
+        bias: list[tuple[int, int, float]],
     ) -> None:
         sequence, params = chunk.sequence, chunk.sequence.request.params
         view["sample_token"][row] = token
@@ -263,7 +273,9 @@ class BatchBuilder:
             assert adapter.pages is not None and adapter.packed is not None
             index[adapter.generation] = len(adapters)
             placed = adapter.packed.layout
-            tables = [[t.get(m, 0) for m in MODULES] for t in (placed.rank_blocks, placed.a_start, placed.b_start)]
+            tables = [
+                [t.get(m, 0) for m in MODULES] for t in (placed.rank_blocks, placed.a_start, placed.b_start)
+            ]
             adapters.append((np.asarray(adapter.pages, np.int32), tables[0], tables[1], tables[2]))
         return index, adapters
 
@@ -322,7 +334,14 @@ class ShapeBuckets:
 
     @classmethod
     def for_engine(
-        cls, layout: PageLayout, *, max_batch_size: int, max_step_tokens: int, max_model_len: int, tile: int, ratio: int
+        cls,
+        layout: PageLayout,
+        *,
+        max_batch_size: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        tile: int,
+        ratio: int,
     ) -> ShapeBuckets:
         """Geometric ladders of the given ratio; fewer rungs compile less, more rungs pad less."""
         chunks = sum(layout.a_chunks(m) + layout.b_chunks(m) for m in MODULES)
@@ -359,7 +378,9 @@ class ShapeBuckets:
         decodes, tokens, seqs = 0, 0, 0
         if needs.prefill_tokens:
             tokens = next(
-                t for t in self.prefill_tokens if t >= needs.prefill_tokens and self._prefill_seqs(t) >= needs.prefill_seqs
+                t
+                for t in self.prefill_tokens
+                if t >= needs.prefill_tokens and self._prefill_seqs(t) >= needs.prefill_seqs
             )
             seqs = self._prefill_seqs(tokens)
             decodes = self.decode_rows[-1] if needs.decodes else 0

@@ -34,11 +34,13 @@ def accept_token(sequence: Sequence, row: int, fetched: Mapping[str, np.ndarray]
         request.metrics.first_token_time = time.monotonic()
     stopped = token in sequence.stop_ids and outputs > params.min_tokens
     full = len(sequence.tokens) >= sequence.max_len
-    text, stop_reason = "", token if stopped else None
+    text = ""
+    stop_reason: str | int | None = token if stopped else None
     if sequence.detokenizer is not None:
         shown = [token] if not stopped or params.include_stop_str_in_output else []
         text = sequence.detokenizer.append(shown, final=stopped or full)
-        stop_reason = sequence.detokenizer.stop_reason if not stopped else token
+        if not stopped:
+            stop_reason = sequence.detokenizer.stop_reason
     reason: FinishReason | None = "stop" if stop_reason is not None else "length" if full else None
     event = StreamEvent(
         request_id=request.request_id,

@@ -94,6 +94,11 @@ class ModelConfig:
         rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
         rope_type = rope.get("rope_type", rope.get("type", "default"))
+        original = config.get(
+            "original_max_position_embeddings"
+        )  # Phi-3 and friends put it beside the dictionary
+        if original is not None:
+            rope.setdefault("original_max_position_embeddings", original)
         eos = config.get("eos_token_id")
         return cls(
             vocab_size=int(config["vocab_size"]),

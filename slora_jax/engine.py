@@ -29,7 +29,14 @@ from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.layout import PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.sizing import PoolSize, size_pool
-from slora_jax.outputs import AdapterInfo, EngineStats, FinishReason, RequestMetrics, RequestOutput, StreamEvent
+from slora_jax.outputs import (
+    AdapterInfo,
+    EngineStats,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    StreamEvent,
+)
 from slora_jax.request import Request, Sequence, as_token_ids, sequence_seed
 from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.sampling_params import SamplingParams
@@ -77,7 +84,9 @@ class Engine:
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
-            max_chunk_tokens=min(config.prefill_chunk_tokens or config.max_step_tokens, config.max_step_tokens),
+            max_chunk_tokens=min(
+                config.prefill_chunk_tokens or config.max_step_tokens, config.max_step_tokens
+            ),
             max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
             page_tokens=config.page_tokens,
         )
@@ -106,16 +115,18 @@ class Engine:
     ) -> Engine:
         """Load a model (HF folder, GGUF file, Orbax checkpoint or Hub id) and its adapters.
 
-        `adapters` maps names to PEFT folders. `tokenizer` is a folder or GGUF file where the model's own is not wanted.
-        `progress(phase, done, total)` is called while weights load and steps compile. Raises CheckpointError,
-        AdapterError or ValueError saying which file, field or limit is wrong.
+        `adapters` maps names to PEFT folders. `tokenizer` is a folder or GGUF file where the model's own is
+        not wanted. `progress(phase, done, total)` is called while weights load and steps compile. Raises
+        CheckpointError, AdapterError or ValueError saying which file, field or limit is wrong.
         """
         config = config or EngineConfig()
         enable_compile_cache(config.compile_cache_dir)
         resolved = resolve_model(model, config.load_format)
         model_config = load_model_config(resolved)
         mesh = make_mesh(config.tensor_parallel_size)
-        PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)  # fail before loading
+        PageLayout.for_model(
+            model_config, config.page_tokens, config.tensor_parallel_size
+        )  # fail before loading
         params = load_checkpoint(
             resolved, model_config, mesh, jnp.dtype(config.dtype), progress=progress, seed=config.seed
         )
@@ -135,18 +146,19 @@ class Engine:
             engine.warmup(progress)
         return engine
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- requests --
 
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
-        adapter_ids: str | None | Seq[str | None] = None,
+        adapter_ids: str | Seq[str | None] | None = None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts (strings or lists of token ids), each with its adapter (None: the base), in their order.
+        """Answer prompts (strings or lists of token ids), each with its adapter (None: the base), in their
+        order.
 
-        One adapter id or SamplingParams serves all prompts; lists must be as long as `prompts`. Raises ValueError or
-        UnknownAdapterError before anything runs where one of the requests cannot be served.
+        One adapter id or SamplingParams serves all prompts; lists must be as long as `prompts`. Raises
+        ValueError or UnknownAdapterError before anything runs where one of the requests cannot be served.
         """
         requests = self._make_requests(prompts, adapter_ids, sampling_params)
         collector = OutputCollector(requests)
@@ -157,7 +169,7 @@ class Engine:
     def stream(
         self,
         prompts: Prompt | Seq[Prompt],
-        adapter_ids: str | None | Seq[str | None] = None,
+        adapter_ids: str | Seq[str | None] | None = None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Iterator[StreamEvent]:
         """Like `generate`, yielding events as tokens arrive; closing the iterator aborts what still runs."""
@@ -172,14 +184,17 @@ class Engine:
     ) -> str:
         """Queue one request; its events come from `step`. Returns its id.
 
-        Raises ValueError (prompt, parameters or sizes that cannot be served, with the limit) or UnknownAdapterError.
+        Raises ValueError (prompt, parameters or sizes that cannot be served, with the limit) or
+        UnknownAdapterError.
         """
         request = self._make_request(prompt, adapter_id, sampling_params or SamplingParams(), request_id, 0)
         self._enqueue(request)
         return request.request_id
 
     def abort(self, request_id: str) -> list[StreamEvent]:
-        """End a request now and free what it holds; its last events ("abort"), or [] if it is unknown or ended."""
+        """End a request now and free what it holds; its last events ("abort"), or [] if it is unknown or
+        ended.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return []
@@ -205,30 +220,37 @@ class Engine:
         """Whether `step` has anything to do."""
         return bool(self._requests or self._in_flight or self._undelivered)
 
-    # -- adapters ------------------------------------------------------------------------------------------------
+    # -- adapters --
 
     def prepare_adapter(self, path: str | os.PathLike[str]) -> PreparedAdapter:
         """Read, validate and pack a PEFT folder: the slow half of `load_adapter`. Safe in any thread."""
         adapter = read_adapter(path, self.model_config, max_rank=self.config.max_lora_rank)
-        return PreparedAdapter(os.fspath(path), pack_adapter(adapter, self._layout, jnp.dtype(self.config.dtype)))
+        return PreparedAdapter(
+            os.fspath(path), pack_adapter(adapter, self._layout, jnp.dtype(self.config.dtype))
+        )
 
     def load_adapter(
         self, name: str, path: str | os.PathLike[str] | PreparedAdapter, *, replace: bool = False
     ) -> AdapterInfo:
         """Register an adapter under a name; it takes pages when a request first needs it.
 
-        With `replace`, requests under way finish on the adapter they started with. Raises AdapterError with the
-        reason, AdapterExistsError, or ValueError for one that no pool of this size could hold.
+        With `replace`, requests under way finish on the adapter they started with. Raises AdapterError with
+        the reason, AdapterExistsError, or ValueError for one that no pool of this size could hold.
         """
         if not name or name != name.strip():
-            raise ValueError(f"an adapter's name must not be empty or begin or end with a space, got {name!r}")
+            raise ValueError(
+                f"an adapter's name must not be empty or begin or end with a space, got {name!r}"
+            )
         prepared = path if isinstance(path, PreparedAdapter) else self.prepare_adapter(path)
         need = prepared.packed.layout.num_pages
         if need >= self._pool.num_usable:
             raise ValueError(
-                f"adapter '{name}' needs {need} pages, the pool has {self._pool.num_usable}: raise num_pages or pool_bytes"
+                f"adapter '{name}' needs {need} pages, the pool has {self._pool.num_usable}: "
+                "raise num_pages or pool_bytes"
             )
-        return self._adapters.info(self._adapters.register(name, prepared.path, prepared.packed, replace=replace))
+        return self._adapters.info(
+            self._adapters.register(name, prepared.path, prepared.packed, replace=replace)
+        )
 
     def unload_adapter(self, name: str) -> None:
         """Forget a name at once; memory is freed when the requests that use it have ended."""
@@ -238,7 +260,7 @@ class Engine:
         """Every adapter that is registered or still draining."""
         return [self._adapters.info(a) for a in self._adapters]
 
-    # -- state ---------------------------------------------------------------------------------------------------
+    # -- state --
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
@@ -277,23 +299,25 @@ class Engine:
         self._scheduler.check_integrity()
         live = [s for r in self._requests.values() for s in r.sequences if s.finish_reason is None]
         held = [*self._scheduler.running, *self._scheduler.waiting]
-        assert len(live) == len(held) and set(map(id, live)) == set(map(id, held)), "a sequence is lost or doubled"
+        assert len(live) == len(held) and set(map(id, live)) == set(map(id, held)), (
+            "a sequence is lost or doubled"
+        )
         for adapter in self._adapters:
             users = sum(r.adapter is adapter for r in self._requests.values())
             assert adapter.users == users, f"adapter '{adapter.name}' has {adapter.users} users, not {users}"
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- inside --
 
     def _make_requests(
         self,
         prompts: Prompt | Seq[Prompt],
-        adapter_ids: str | None | Seq[str | None],
+        adapter_ids: str | Seq[str | None] | None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
     ) -> list[Request]:
         many = _prompts(prompts)
-        names = _one_each("adapter_ids", adapter_ids, len(many), lambda v: v is None or isinstance(v, str))
+        names: list[str | None] = _one_each("adapter_ids", adapter_ids, len(many), lambda v: v is None or isinstance(v, str))
         default = sampling_params if sampling_params is not None else SamplingParams()
-        params = _one_each("sampling_params", default, len(many), lambda v: isinstance(v, SamplingParams))
+        params: list[SamplingParams] = _one_each("sampling_params", default, len(many), lambda v: isinstance(v, SamplingParams))
         requests: list[Request] = []
         try:
             for i, prompt in enumerate(many):
@@ -304,7 +328,9 @@ class Engine:
         return requests
 
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
-        """Step until these requests have ended, yielding their events; others' events wait for the next `step`."""
+        """Step until these requests have ended, yielding their events; others' events wait for the next
+        `step`.
+        """
         mine = {r.request_id for r in requests}
         try:
             for request in requests:
@@ -322,14 +348,21 @@ class Engine:
                 self.abort(request.request_id)
 
     def _make_request(
-        self, prompt: Prompt, adapter_id: str | None, params: SamplingParams, request_id: str | None, prompt_index: int
+        self,
+        prompt: Prompt,
+        adapter_id: str | None,
+        params: SamplingParams,
+        request_id: str | None,
+        prompt_index: int,
     ) -> Request:
         adapter = None if adapter_id is None else self._adapters.get(adapter_id)
         tokens = self._tokens(prompt)
         self._check_request(tokens, params, adapter)
         request_id = request_id or f"request-{next(self._request_ids)}"
         if request_id in self._requests:
-            raise ValueError(f"request id '{request_id}' is in use; ids must differ among unfinished requests")
+            raise ValueError(
+                f"request id '{request_id}' is in use; ids must differ among unfinished requests"
+            )
         request = Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -369,7 +402,9 @@ class Engine:
         if not isinstance(prompt, str):
             return as_token_ids(prompt, self.model_config.vocab_size)
         if self.tokenizer is None:
-            raise ValueError(f"model '{self.model_name}' has no tokenizer: give prompts as lists of token ids")
+            raise ValueError(
+                f"model '{self.model_name}' has no tokenizer: give prompts as lists of token ids"
+            )
         return self.tokenizer.encode(prompt)
 
     def _check_request(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> None:
@@ -388,7 +423,9 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if (params.logprobs or 0) > self.config.max_logprobs:
-            raise ValueError(f"logprobs {params.logprobs} is above the engine's max_logprobs {self.config.max_logprobs}")
+            raise ValueError(
+                f"logprobs {params.logprobs} is above the engine's max_logprobs {self.config.max_logprobs}"
+            )
         length = min(len(tokens) + (params.max_tokens or self.max_model_len), self.max_model_len)
         need = self._scheduler.pages_for(length) + (adapter.num_pages if adapter is not None else 0)
         if need > self._pool.num_usable:
@@ -406,7 +443,9 @@ class Engine:
             self._scheduler.add(sequence)
 
     def _collect(self, in_flight: InFlight) -> list[StreamEvent]:
-        """Wait for a step and hand its tokens to their sequences; those that have ended since are passed over."""
+        """Wait for a step and hand its tokens to their sequences; those that have ended since are passed
+        over.
+        """
         fetched = in_flight.fetch()
         events = []
         for row, chunk in in_flight.rows:
@@ -456,7 +495,9 @@ def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:
     path = resolved.path if resolved.path.suffix == ".gguf" else resolved.folder
     if path.is_file() or (path / "tokenizer.json").is_file() or any(path.glob("*.gguf")):
         return load_tokenizer(path)
-    logger.warning("%s has no tokenizer.json: prompts must be lists of token ids, and outputs have no text", path)
+    logger.warning(
+        "%s has no tokenizer.json: prompts must be lists of token ids, and outputs have no text", path
+    )
     return None
 
 
@@ -470,11 +511,13 @@ def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return many  # type: ignore[return-value]
 
 
-def _one_each[T](name: str, value: object, n: int, is_one: Callable[[object], bool]) -> list[T]:  # type: ignore[type-var]
+def _one_each[T](name: str, value: object, n: int, is_one: Callable[[object], bool]) -> list[T]:
     """`value` for each of n prompts: one for all, or a list of n."""
     if is_one(value):
         return [value] * n  # type: ignore[list-item]
-    many = list(value)  # type: ignore[call-overload]
+    many: list[T] = list(value)  # type: ignore[call-overload]
     if len(many) != n or not all(map(is_one, many)):
-        raise ValueError(f"{name} must be one value or a list of {n}, one for each prompt; got {len(many)} values")
+        raise ValueError(
+            f"{name} must be one value or a list of {n}, one for each prompt; got {len(many)} values"
+        )
     return many

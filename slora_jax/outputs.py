@@ -14,7 +14,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class TokenLogprobs:
     """Log-softmax of the model's own logits at one position.
 
-    `logprob` and `rank` (1: the most likely) are the chosen token's; `top` maps the most likely tokens, best first.
+    `logprob` and `rank` (1: the most likely) are the chosen token's; `top` maps the most likely tokens, best
+    first.
     """
 
     logprob: float
@@ -45,7 +46,8 @@ class StreamEvent:
 
     `prompt_index` is the position in the list given to `generate` or `stream` (0 for `add_request`);
     `index` numbers the `n` sequences of a request. The last event of a sequence, and only it, has a
-    `finish_reason`; `stop_reason` is then the stop string or token id that matched, `error` the message of an "error".
+    `finish_reason`; `stop_reason` is then the stop string or token id that matched, `error` the message of an
+    "error".
     """
 
     request_id: str

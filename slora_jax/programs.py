@@ -1,7 +1,8 @@
 """Compiled steps: how `step.begin`, `layer` and `finish` become executables, one set for each step shape.
 
-A program is called as `program(pool, slots, packed) -> (pool, slots, output)`; pool and slots are donated. `WholeStep` is one
-executable (GPUs); `LayeredStep` is three, the middle one called for every layer (CPUs). step.py says why.
+A program is called as `program(pool, slots, packed) -> (pool, slots, output)`; pool and slots are donated.
+`WholeStep` is one executable (GPUs); `LayeredStep` is three, the middle one called for every layer (CPUs).
+step.py says why.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class LayeredStep:
 class ProgramBuilder:
     """Compiles programs for a model over a mesh; safe to call from several threads."""
 
-    def __init__(self, config: StepConfig, mesh: Mesh, model: Llama, pool: jax.Array, slots: SlotState) -> None:
+    def __init__(
+        self, config: StepConfig, mesh: Mesh, model: Llama, pool: jax.Array, slots: SlotState
+    ) -> None:
         self._config, self._mesh = config, mesh
         self._ends = ModuleLeaves.split(model.ends)
         self._layers = [ModuleLeaves.split(m) for m in model.layers]
@@ -86,14 +89,20 @@ class ProgramBuilder:
 
     def build(self, shape: StepShape) -> Program:
         """Compile the program of a shape (or put it together from parts that other shapes have compiled)."""
-        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32, sharding=NamedSharding(self._mesh, REPEATED))
+        packed = jax.ShapeDtypeStruct(
+            (shape.packed_size,), jnp.int32, sharding=NamedSharding(self._mesh, REPEATED)
+        )
         return self._build_layered(shape, packed) if self._layered else self._build_whole(shape, packed)
 
     def _build_whole(self, shape: StepShape, packed: jax.ShapeDtypeStruct) -> Program:
         first = self._layers[0]
 
         def run(
-            ends: list[jax.Array], layers: list[list[jax.Array]], pool: jax.Array, slots: SlotState, packed: jax.Array
+            ends: list[jax.Array],
+            layers: list[list[jax.Array]],
+            pool: jax.Array,
+            slots: SlotState,
+            packed: jax.Array,
         ) -> Result:
             modules = [first.merge(leaves) for leaves in layers]
             return whole_step(self._config, shape, self._ends.merge(ends), modules, pool, slots, packed)
@@ -101,7 +110,9 @@ class ProgramBuilder:
         layers = [m.leaves for m in self._layers]
         specs = (self._ends.specs, [m.specs for m in self._layers], POOL_SPEC, REPEATED, REPEATED)
         mapped = self._map(run, specs, (POOL_SPEC, REPEATED, REPEATED))
-        executable, _ = self._compile(mapped, (2, 3), self._ends.leaves, layers, self._pool, self._slots, packed)
+        executable, _ = self._compile(
+            mapped, (2, 3), self._ends.leaves, layers, self._pool, self._slots, packed
+        )
         return WholeStep(executable, self._ends.leaves, layers)
 
     def _build_layered(self, shape: StepShape, packed: jax.ShapeDtypeStruct) -> Program:
@@ -164,7 +175,7 @@ class ProgramBuilder:
             found = lowered.compile(), outputs
             with self._lock:
                 self._compiled[key] = found
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

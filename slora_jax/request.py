@@ -41,9 +41,9 @@ class Request:
 class Sequence:
     """One output of a request, and what it holds.
 
-    `tokens` are the known ones, prompt first. `pending` counts sampled tokens still on the device (at most two: the
-    host runs one step ahead); the next token to compute may be one of them. `num_computed` tokens have
-    their KV in `pages`. The scheduler owns `slot`, `pages`, `num_computed` and `pending`.
+    `tokens` are the known ones, prompt first. `pending` counts sampled tokens still on the device (at most
+    two: the host runs one step ahead); the next token to compute may be one of them. `num_computed` tokens
+    have their KV in `pages`. The scheduler owns `slot`, `pages`, `num_computed` and `pending`.
     """
 
     request: Request
@@ -85,7 +85,9 @@ class Sequence:
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of sequence `index` of a request: the request's own for 0, a SplitMix64 step for others."""
+    """The 64-bit seed of sequence `index` of a request: the request's own for 0, a SplitMix64 step for
+    others.
+    """
     if index == 0:
         return seed % 2**64
     z = (seed + index * 0x9E3779B97F4A7C15) % 2**64
@@ -104,5 +106,7 @@ def as_token_ids(prompt: object, vocab_size: int) -> list[int]:
     ids = list(prompt)  # type: ignore[call-overload]
     for position, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-            raise ValueError(f"prompt token {position} is {token!r}; token ids are integers in [0, {vocab_size})")
+            raise ValueError(
+                f"prompt token {position} is {token!r}; token ids are integers in [0, {vocab_size})"
+            )
     return [int(t) for t in ids]

@@ -1,7 +1,7 @@
 """Owns everything on the devices: the model, the page pool, the slots' state, and a program per step shape.
 
-`launch` only enqueues work and returns; `InFlight.fetch` waits for it. State arrays are donated to each step and
-replaced by its results, so nothing else may hold them.
+`launch` only enqueues work and returns; `InFlight.fetch` waits for it. State arrays are donated to each step
+and replaced by its results, so nothing else may hold them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class InFlight:
 
 
 class ModelRunner:
-    """Runs plans. `params` are the checkpoint's arrays by canonical name, sharded over `mesh`; it takes them over."""
+    """Runs plans. `params` are the checkpoint's arrays by canonical name, sharded over `mesh`; it takes them
+    over.
+    """
 
     def __init__(
         self,
@@ -107,7 +109,9 @@ class ModelRunner:
         return InFlight(rows, output, plan.num_tokens, logprobs)
 
     def write_adapter(self, pages: np.ndarray, ids: list[int]) -> None:
-        """Copy an adapter's pages [n_layers, n, tp * page_elems] to pages `ids` of the pool, after the steps launched."""
+        """Copy an adapter's pages [n_layers, n, tp * page_elems] to pages `ids` of the pool, after the steps
+        launched.
+        """
         sharding = NamedSharding(self._mesh, POOL_SPEC)
         for start in range(0, len(ids), LOAD_PAGES):
             piece = pages[:, start : start + LOAD_PAGES]

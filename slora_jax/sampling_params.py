@@ -1,4 +1,4 @@
-"""`SamplingParams`: what a request asks of the sampler, in vLLM's and OpenAI's names and with their limits."""
+"""`SamplingParams`: what a request asks of the sampler, in the names and limits of vLLM and OpenAI."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class SamplingParams:
     """How tokens of one request are drawn and when it ends. `temperature=0` is greedy.
 
     Order on the logits: logit_bias and min_tokens, then penalties, temperature, min_p, top_k, top_p. `seed`
-    fixes the output of a request whatever else is in the batch. `stop` strings end a request before the text that matches
-    (kept with `include_stop_str_in_output`). `logprobs=k` returns the k most likely tokens of each step,
-    with the log-softmax of the model's own logits. Raises ValueError for values out of range.
+    fixes the output of a request whatever else is in the batch. `stop` strings end a request before the text
+    that matches (kept with `include_stop_str_in_output`). `logprobs=k` returns the k most likely tokens of
+    each step, with the log-softmax of the model's own logits. Raises ValueError for values out of range.
     """
 
     n: int = 1
@@ -52,7 +52,11 @@ class SamplingParams:
             ("n", self.n >= 1, "at least 1"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("min_tokens", self.min_tokens >= 0, "not negative"),
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a number not below 0"),
+            (
+                "temperature",
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "a number not below 0",
+            ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
@@ -68,7 +72,9 @@ class SamplingParams:
         if any(s == "" for s in self.stop):
             raise ValueError("stop must not hold an empty string")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}")
+            raise ValueError(
+                f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}"
+            )
         for token, bias in self.logit_bias.items():
             if math.isnan(bias):
                 raise ValueError(f"logit_bias of token {token} must be a number, got {bias}")

@@ -1,9 +1,10 @@
 """Who runs in the next step: continuous batching with ragged chunked prefill, over one budget of pages.
 
 First come, first served. A step takes every running sequence's decode, then prefill chunks of running
-sequences, then admits waiting ones, within `max_step_tokens`. When pages run out, idle adapters give way first, then the
-youngest running sequence is preempted: it gives its pages back and recomputes later. The oldest sequence can
-always take what it needs (admission checks that one request fits the pool), so something always moves.
+sequences, then admits waiting ones, within `max_step_tokens`. When pages run out, idle adapters give way
+first, then the youngest running sequence is preempted: it gives its pages back and recomputes later. The
+oldest sequence can always take what it needs (admission checks that one request fits the pool), so something
+always moves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from slora_jax.request import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """`count` tokens of a sequence from position `start`; `samples` when its next token is drawn after them."""
+    """`count` tokens of a sequence from position `start`; `samples`: its next token is drawn after them."""
 
     sequence: Sequence
     start: int
@@ -59,7 +60,9 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Owns the queue, the slots and every sequence's pages. `load(adapter)` must write a newly resident adapter."""
+    """Owns the queue, the slots and every sequence's pages. `load(adapter)` must write a newly resident
+    adapter.
+    """
 
     def __init__(
         self, limits: SchedulerLimits, pool: PagePool, adapters: AdapterStore, load: Callable[[Adapter], None]
@@ -81,7 +84,7 @@ class Scheduler:
         return -(-tokens // self._limits.page_tokens)
 
     def schedule(self) -> StepPlan:
-        """The next step; advances `num_computed` and `pending` of what it takes. Empty where nothing can run."""
+        """The next step; advances `num_computed` and `pending` of what it takes. Empty: nothing can run."""
         plan = StepPlan([], [])
         for sequence in list(self.running):  # decodes first: a long prompt never stalls them
             if sequence.slot is not None and sequence.remaining == 1 and not sequence.complete:
@@ -105,19 +108,22 @@ class Scheduler:
         self._pool.check_integrity(
             [s.pages for s in self.running], [a.pages for a in self._adapters if a.pages is not None]
         )
-        slots = [s.slot for s in self.running]
+        slots = [s.slot for s in self.running if s.slot is not None]
         assert sorted([*slots, *self._slots]) == list(range(self._limits.max_batch_size)), f"slots {slots}"
         assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds pages"
         pins = collections.Counter(id(s.adapter) for s in self.running if s.adapter is not None)
         for adapter in self._adapters:
             assert adapter.pins == pins[id(adapter)], f"adapter '{adapter.name}' has {adapter.pins} pins"
-            assert not adapter.pins or adapter.pages is not None, f"adapter '{adapter.name}' runs without pages"
+            assert not adapter.pins or adapter.pages is not None, (
+                f"adapter '{adapter.name}' runs without pages"
+            )
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
 
     def _has_budget(self, plan: StepPlan) -> bool:
         return (
-            plan.num_tokens < self._limits.max_step_tokens and len(plan.prefills) < self._limits.max_prefill_seqs
+            plan.num_tokens < self._limits.max_step_tokens
+            and len(plan.prefills) < self._limits.max_prefill_seqs
         )
 
     def _take(self, plan: StepPlan, sequence: Sequence) -> None:

@@ -1,12 +1,13 @@
 """One step on the device, as three pure functions: `begin`, `layer` (once for each), `finish`.
 
-`begin` unpacks the host's input, embeds the tokens and lays out what layers need; `layer` runs one transformer layer over the page
-pool; `finish` projects the rows that sample, and samples. On a GPU `whole_step` makes one executable of them, with the
-layers unrolled, so that a step is one CUDA graph. On a CPU they are compiled apart and the layer's executable is called for every layer:
-XLA would compile each of 30 unrolled layers anew (25 s a shape instead of 2), and a call costs 0.1 ms there.
+`begin` unpacks the host's input, embeds the tokens and lays out what layers need; `layer` runs one
+transformer layer over the page pool; `finish` projects the rows that sample, and samples. On a GPU
+`whole_step` makes one executable of them, with the layers unrolled, so that a step is one CUDA graph. On a
+CPU they are compiled apart and the layer's executable is called for every layer: XLA would compile each of 30
+unrolled layers anew (25 s a shape instead of 2), and a call costs 0.1 ms there.
 
-Everything runs in `shard_map` over the mesh, so that every collective is written where it happens. The pool and the state are
-donated: updated in place for the life of the engine.
+Everything runs in `shard_map` over the mesh, so that every collective is written where it happens. The pool
+and the state are donated: updated in place for the life of the engine.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class StepRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillTiles:
-    """The prefill chunks of a batch, cut into tiles of one sequence each (see xla_attention.prefill_attention)."""
+    """The prefill chunks of a batch, cut into tiles of one sequence each (see
+    xla_attention.prefill_attention).
+    """
 
     page_table: jax.Array  # i32[b, m]
     positions: jax.Array  # i32[t - D]
@@ -127,9 +130,7 @@ class StepOps:
         self, layer: jax.Array, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         layout = self.config.layout
-        pool = write_kv(
-            pool, layer, k, v, self.token_page, self.token_offset, page_tokens=layout.page_tokens
-        )
+        pool = write_kv(pool, layer, k, v, self.token_page, self.token_offset, page_tokens=layout.page_tokens)
         sizes: Any = {
             "n_kv": layout.n_kv,
             "page_tokens": layout.page_tokens,
@@ -164,7 +165,9 @@ class StepOps:
 def begin(
     config: StepConfig, shape: StepShape, ends: LlamaEnds, slots: SlotState, packed: jax.Array
 ) -> tuple[jax.Array, StepOps, StepRows]:
-    """The host's packed input i32[shape.packed_size] -> hidden states [t, d] before the first layer, and the batch."""
+    """The host's packed input i32[shape.packed_size] -> hidden states [t, d] before the first layer, and the
+    batch.
+    """
     batch = unpack(packed, shape)
     last = slots.last_tokens.at[batch.token_slot].get(mode="clip")
     tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, last)
@@ -247,7 +250,9 @@ def whole_step(
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLeaves:
-    """An NNX module split once: `leaves` are what executables take, `merge` gives the module back inside a trace."""
+    """An NNX module split once: `leaves` are what executables take, `merge` gives the module back inside a
+    trace.
+    """
 
     graph: nnx.GraphDef[Any]
     tree: Any

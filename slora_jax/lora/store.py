@@ -1,10 +1,10 @@
 """Registered adapters, their host copies, and which of them are resident in the page pool.
 
 An adapter is *registered* (host copy only), *resident* (pages in the pool) or *draining* (unloaded by name
-while requests still use it). `users` counts requests that may yet need it and keep its host copy alive; `pins` counts
-running sequences that need its pages where they are. A resident adapter without pins is evictable, least recently used
-first. Every load gets a new generation: requests hold the `Adapter` itself, never its name, so a reload
-under the same name never meets its predecessor's requests.
+while requests still use it). `users` counts requests that may yet need it and keep its host copy alive;
+`pins` counts running sequences that need its pages where they are. A resident adapter without pins is
+evictable, least recently used first. Every load gets a new generation: requests hold the `Adapter` itself,
+never its name, so a reload under the same name never meets its predecessor's requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Adapter:
 
 
 class AdapterStore:
-    """Adapters by name, and the pages of those that are resident. Host state only; the engine writes the device."""
+    """Adapters by name, and the pages of those that are resident. Host state only; the engine writes the
+    device.
+    """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -68,10 +70,14 @@ class AdapterStore:
             raise UnknownAdapterError(f"adapter '{name}' is not registered (registered: {known})") from None
 
     def register(self, name: str, path: str, packed: PackedAdapter, *, replace: bool = False) -> Adapter:
-        """Register under a name; with `replace`, requests under way finish on the generation they started with."""
+        """Register under a name; with `replace`, requests under way finish on the generation they started
+        with.
+        """
         if name in self._by_name:
             if not replace:
-                raise AdapterExistsError(f"adapter '{name}' is already loaded; unload it first or load in place")
+                raise AdapterExistsError(
+                    f"adapter '{name}' is already loaded; unload it first or load in place"
+                )
             self.unregister(name)
         adapter = Adapter(name, path, next(self._generations), packed)
         self._by_name[name] = adapter
@@ -86,7 +92,7 @@ class AdapterStore:
         self._free_if_drained(adapter)
 
     def acquire(self, adapter: Adapter) -> None:
-        """A request will use this generation; raises UnknownAdapterError if it has been unloaded and freed."""
+        """A request will use this generation; raises UnknownAdapterError if it is freed."""
         if adapter.packed is None:
             raise UnknownAdapterError(f"adapter '{adapter.name}' was unloaded before the request began")
         adapter.users += 1

@@ -31,8 +31,8 @@ ROW_PARALLEL = frozenset({"o_proj", "down_proj"})
 class AdapterLayout:
     """Where one adapter's rank blocks lie, as chunk numbers relative to its first page.
 
-    `rank_blocks[m]` blocks of module m (absent: not targeted); `a_start[m]`, `b_start[m]` the chunk where its first A
-    (B) block begins; `num_chunks` and `num_pages` its size.
+    `rank_blocks[m]` blocks of module m (absent: not targeted); `a_start[m]`, `b_start[m]` the chunk where its
+    first A (B) block begins; `num_chunks` and `num_pages` its size.
     """
 
     rank_blocks: Mapping[str, int]
@@ -66,7 +66,8 @@ class PageLayout:
             )
         if n_kv % tp and tp % n_kv:
             raise ValueError(
-                f"tensor_parallel_size {tp} must divide num_key_value_heads {n_kv} of this model or be its multiple"
+                f"tensor_parallel_size {tp} must divide num_key_value_heads {n_kv} of this model "
+                "or be its multiple"
             )
         q = n_q // tp * config.head_dim
         kv = max(1, n_kv // tp) * config.head_dim
@@ -77,12 +78,14 @@ class PageLayout:
         widths = [
             w
             for w in (256, 128, 64, 32, 16, 8)
-            if all(n % w == 0 for n in (*in_dims.values(), *out_dims.values())) and page_elems % (RANK_BLOCK * w) == 0
+            if all(n % w == 0 for n in (*in_dims.values(), *out_dims.values()))
+            and page_elems % (RANK_BLOCK * w) == 0
         ]
         if not widths:
             raise ValueError(
-                f"page_tokens {page_tokens} gives pages of {page_elems} elements, which hold no whole chunk of "
-                f"{RANK_BLOCK} rank rows; use page_tokens=16 (every module dimension must be a multiple of 8)"
+                f"no width of 8 to 256 columns divides every module dimension of a shard ({in_dims} -> "
+                f"{out_dims}) and a page of {page_elems} elements in chunks of {RANK_BLOCK} rows; dimensions must "
+                "be multiples of 8 (lower tensor_parallel_size), and page_tokens=16 fits most models"
             )
         return cls(
             n_layers=config.num_hidden_layers,
@@ -113,7 +116,7 @@ class PageLayout:
         return self.out_dims[module] // self.chunk_width
 
     def adapter(self, ranks: Mapping[str, int]) -> AdapterLayout:
-        """Place modules of the given true ranks (rounded up to whole blocks); rank 0 or absent takes no room."""
+        """Place modules of the given true ranks (rounded up to whole blocks); rank 0 takes no room."""
         blocks, a_start, b_start, chunk = {}, {}, {}, 0
         for module in MODULES:
             if not ranks.get(module):

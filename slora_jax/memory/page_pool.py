@@ -66,7 +66,9 @@ class PagePool:
                 self._kind[page] = FREE
                 self._free.append(page)
 
-    def check_integrity(self, kv_holders: Iterable[Sequence[int]], adapter_holders: Iterable[Sequence[int]]) -> None:
+    def check_integrity(
+        self, kv_holders: Iterable[Sequence[int]], adapter_holders: Iterable[Sequence[int]]
+    ) -> None:
         """Prove that the book and its holders agree; raises AssertionError saying which page does not.
 
         `kv_holders` are the page lists of all sequences (and caches), `adapter_holders` those of adapters.
@@ -78,7 +80,9 @@ class PagePool:
             held = {FREE: free[page], KV: kv[page], ADAPTER: adapter[page]}
             kind, references = int(self._kind[page]), int(self._references[page])
             want = {k: 0 for k in held} | {kind: 1 if kind == FREE else references}
-            assert held == want, f"page {page}: the book says {want} (free, kv, adapter), its holders say {held}"
+            assert held == want, (
+                f"page {page}: the book says {want} (free, kv, adapter), its holders say {held}"
+            )
             assert kind != ADAPTER or references == 1, f"adapter page {page} is shared {references} times"
             assert kind == FREE or references > 0, f"page {page} is in use without a reference"
         assert self._kind[0] == NULL and kv[0] == adapter[0] == free[0] == 0, "page 0 (reserved) is held"

@@ -13,11 +13,13 @@ from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.memory.layout import PageLayout
 
 logger = logging.getLogger(__name__)
-CPU_POOL_BYTES = 1 << 30  # of a pool whose size nobody chose, on a device that does not report its memory
+CPU_POOL_BYTES = 1 << 30  # at most, of a pool whose size nobody chose, where devices do not report memory
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolSize:
+    """Pages of the pool, and tokens of the longest sequence."""
+
     num_pages: int  # the reserved page 0 included
     max_model_len: int
 
@@ -25,7 +27,8 @@ class PoolSize:
 def size_pool(
     model: ModelConfig, config: EngineConfig, layout: PageLayout, mesh: jax.sharding.Mesh
 ) -> PoolSize:
-    """Pages from `num_pages`, `pool_bytes`, or what `memory_fraction` of the device leaves beside the weights.
+    """Pages from `num_pages`, `pool_bytes`, or what `memory_fraction` of the device leaves beside the
+    weights.
 
     Raises ValueError where not even one sequence of `max_model_len` fits, and says how many tokens do.
     """
@@ -33,22 +36,25 @@ def size_pool(
     wanted_len = min(config.max_model_len or model.max_position_embeddings, _longest(model))
     if config.max_model_len is not None and config.max_model_len > _longest(model):
         raise ValueError(
-            f"max_model_len {config.max_model_len} is above the model's max_position_embeddings {_longest(model)}"
+            f"max_model_len {config.max_model_len} is above the model's max_position_embeddings "
+            f"{_longest(model)}"
         )
-    pages_for_all = config.max_batch_size * math.ceil(wanted_len / config.page_tokens)
-    if config.num_pages is not None:
-        num_pages = config.num_pages
-    else:
+    num_pages = config.num_pages
+    if num_pages is None:
         budget = config.pool_bytes or _free_bytes(config, mesh)
-        num_pages = max(2, min(budget // page_bytes, 2 * pages_for_all + 1))
+        if budget is None:  # as much again as a full batch needs, for adapters
+            full = config.max_batch_size * math.ceil(wanted_len / config.page_tokens)
+            budget = min(CPU_POOL_BYTES, (2 * full + 1) * page_bytes)
+        num_pages = max(2, budget // page_bytes)
     fits = (num_pages - 1) * config.page_tokens
     if config.max_model_len is not None and wanted_len > fits:
         raise ValueError(
             f"a sequence of max_model_len {wanted_len} does not fit: the pool has {num_pages - 1} pages "
-            f"of {config.page_tokens} tokens ({fits} tokens); raise num_pages or pool_bytes, or lower max_model_len"
+            f"of {config.page_tokens} tokens ({fits} tokens); raise num_pages or pool_bytes, or lower "
+            "max_model_len"
         )
     logger.info(
-        "pool: %d pages of %d tokens, %.2f GiB a shard: %d tokens of KV, or rank-16 adapters on all modules: %d",
+        "pool: %d pages of %d tokens, %.2f GiB a shard: %d tokens of KV, or %d rank-16 adapters (all modules)",
         num_pages - 1,
         config.page_tokens,
         num_pages * page_bytes / 2**30,
@@ -61,12 +67,17 @@ def size_pool(
 def _longest(model: ModelConfig) -> int:
     """The model's own limit; "dynamic" RoPE stretches it by its factor."""
     scaling = model.rope_scaling or {}
-    factor = float(scaling.get("factor", 1.0)) if scaling.get("rope_type", scaling.get("type")) == "dynamic" else 1.0
+    factor = (
+        float(scaling.get("factor", 1.0))
+        if scaling.get("rope_type", scaling.get("type")) == "dynamic"
+        else 1.0
+    )
     return int(model.max_position_embeddings * factor)
 
 
-def _free_bytes(config: EngineConfig, mesh: jax.sharding.Mesh) -> int:
+def _free_bytes(config: EngineConfig, mesh: jax.sharding.Mesh) -> int | None:
+    """What the fullest device has left of its share; None where devices do not report their memory (CPUs)."""
     stats = [d.memory_stats() for d in np.asarray(mesh.devices).flat]
     if not all(stats):
-        return CPU_POOL_BYTES
+        return None
     return min(int(s["bytes_limit"] * config.memory_fraction) - int(s["bytes_in_use"]) for s in stats if s)

@@ -1,9 +1,10 @@
 """The Llama family in Flax NNX, as one shard of a tensor-parallel mesh computes it.
 
 The module runs inside `jax.shard_map`: its arrays are a shard's own part, `psum` over "tp" is where Megatron
-puts it (after o_proj and down_proj), and attention, KV pages and LoRA come from a `LayerOps` that the engine makes,
-so that a model knows neither pages nor kernels. Axes: t tokens, d hidden, h query heads, k KV heads, e head dim,
-f mlp, v vocabulary. Mistral, Qwen or Gemma change `LlamaLayer.attention`, `LlamaLayer.mlp` or a norm; the step stays.
+puts it (after o_proj and down_proj), and attention, KV pages and LoRA come from a `LayerOps` that the engine
+makes, so that a model knows neither pages nor kernels. Axes: t tokens, d hidden, h query heads, k KV heads, e
+head dim, f mlp, v vocabulary. Mistral, Qwen or Gemma change `LlamaLayer.attention`, `LlamaLayer.mlp` or a
+norm; the step stays.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from slora_jax.models.rope import apply_rope
 from slora_jax.sharding.mesh import TP
 
 
-
-
 class LayerOps(Protocol):
     """What a step gives a layer: LoRA beside each projection, and attention over the page pool.
 
     `layer` is its number in the pool: data, not a constant, so that all layers are one program.
     """
 
-    cos: jax.Array  # f32[t, e/2]
-    sin: jax.Array  # f32[t, e/2]
+    @property
+    def cos(self) -> jax.Array: ...  # f32[t, e/2]
+
+    @property
+    def sin(self) -> jax.Array: ...  # f32[t, e/2]
 
     def lora(self, group: int, layer: jax.Array, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        """y[t, out] += (x A^T) B of each token's adapter, for the modules of `layout.GROUPS[group]` side by side."""
+        """y[t, out] += (x A^T) B of each token's adapter, for the modules of `layout.GROUPS[group]` side by
+        side.
+        """
 
     def attend(
         self, layer: jax.Array, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
@@ -43,7 +47,9 @@ class LayerOps(Protocol):
 
 
 def model_specs(config: ModelConfig, tp: int) -> dict[str, ParamSpec]:
-    """The arrays the model computes with: q,k,v and gate,up are one array each, `[d, tp, columns of a shard]`."""
+    """The arrays the model computes with: q,k,v and gate,up are one array each, `[d, tp, columns of a
+    shard]`.
+    """
     d, e = config.hidden_size, config.head_dim
     q, kv = config.num_attention_heads // tp * e, max(1, config.num_key_value_heads // tp) * e
     specs = {}
@@ -65,8 +71,8 @@ def model_specs(config: ModelConfig, tp: int) -> dict[str, ParamSpec]:
 def fuse_layer(config: ModelConfig, tp: int, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """A shard's arrays of one layer, as a checkpoint has them -> as the model has them; runs in shard_map.
 
-    Names are without their `layers.{i}.` prefix. Where there are fewer KV heads than shards, k_proj and v_proj come
-    whole and the shard takes its head.
+    Names are without their `layers.{i}.` prefix. Where there are fewer KV heads than shards, k_proj and
+    v_proj come whole and the shard takes its head.
     """
     d = config.hidden_size
     k, v = params["k_proj"], params["v_proj"]
@@ -75,7 +81,11 @@ def fuse_layer(config: ModelConfig, tp: int, params: Mapping[str, jax.Array]) ->
         k, v = (lax.dynamic_slice_in_dim(w, head, 1, axis=1) for w in (k, v))
     qkv = jnp.concatenate([w.reshape(d, -1) for w in (params["q_proj"], k, v)], axis=1)
     gate_up = jnp.concatenate([params["gate_proj"], params["up_proj"]], axis=1)
-    fused = {"qkv_proj": qkv[:, None], "gate_up_proj": gate_up[:, None], "o_proj": params["o_proj"].reshape(-1, d)}
+    fused = {
+        "qkv_proj": qkv[:, None],
+        "gate_up_proj": gate_up[:, None],
+        "o_proj": params["o_proj"].reshape(-1, d),
+    }
     return fused | {n: params[n] for n in ("input_layernorm", "post_attention_layernorm", "down_proj")}
 
 
@@ -154,13 +164,15 @@ class LlamaEnds(nnx.Module):
         local = tokens - lax.axis_index(TP) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0)
-        return lax.psum(rows, TP)
+        whole: jax.Array = lax.psum(rows, TP)
+        return whole
 
     def logits(self, x: jax.Array) -> jax.Array:
         """x [r, d] -> float32[r, v], the same on every shard."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         part = jnp.einsum("rd,vd->rv", self.norm(x), head[...], preferred_element_type=jnp.float32)
-        return lax.all_gather(part, TP, axis=1, tiled=True)
+        whole: jax.Array = lax.all_gather(part, TP, axis=1, tiled=True)
+        return whole
 
 
 class Llama(nnx.Module):

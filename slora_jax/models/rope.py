@@ -1,8 +1,9 @@
 """Rotary position embeddings with every `rope_scaling` of Hugging Face's Llama family.
 
 Follows transformers' `modeling_rope_utils.py`: "default", "linear", "dynamic", "yarn", "llama3", "longrope".
-The frequencies of "dynamic" and "longrope" depend on the length of the sequence that a token belongs to when it is computed; here
-each token carries that length, so that chunking, batching and recomputation do not change its rotation.
+The frequencies of "dynamic" and "longrope" depend on the length of the sequence that a token belongs to when
+it is computed; here each token carries that length, so that chunking, batching and recomputation do not
+change its rotation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from slora_jax.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """`inv_freq` f32[e/2] for lengths up to `switch_length`, `inv_freq_long` beyond it ("longrope"; else None).
+    """`inv_freq` f32[e/2] for lengths up to `switch_length`, `inv_freq_long` beyond it ("longrope"; else
+    None).
 
     With `dynamic_factor`, lengths beyond `switch_length` stretch `theta` instead (NTK). `attention_factor`
     scales cos and sin.
@@ -40,7 +42,9 @@ class Rope:
         scaling = dict(config.rope_scaling or {})
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
         if rope_type not in _ROPE_TYPES:
-            raise ValueError(f"rope_scaling: type '{rope_type}' is not supported; supported: {sorted(_ROPE_TYPES)}")
+            raise ValueError(
+                f"rope_scaling: type '{rope_type}' is not supported; supported: {sorted(_ROPE_TYPES)}"
+            )
         if scaling.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError("rope_scaling: partial_rotary_factor other than 1.0 is not supported")
         try:
@@ -51,7 +55,8 @@ class Rope:
     def cos_sin(self, positions: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """cos, sin f32[t, e/2] of `positions[t] * inv_freq`, times the attention factor.
 
-        `lengths` i32[t]: tokens of the sequence at the time the token is computed (dynamic and longrope only).
+        `lengths` i32[t]: tokens of the sequence at the time the token is computed (dynamic and longrope
+        only).
         """
         inv_freq = jnp.asarray(self.inv_freq)[None]
         if self.dynamic_factor is not None:
@@ -61,7 +66,9 @@ class Rope:
             stretch = (self.dynamic_factor * length / self.switch_length) - (self.dynamic_factor - 1)
             base = self.theta * stretch ** (dim / (dim - 2))
             exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
-            inv_freq = jnp.where((lengths > self.switch_length)[:, None], 1.0 / base[:, None] ** exponent, inv_freq)
+            inv_freq = jnp.where(
+                (lengths > self.switch_length)[:, None], 1.0 / base[:, None] ** exponent, inv_freq
+            )
         elif self.inv_freq_long is not None:
             inv_freq = jnp.where((lengths > self.switch_length)[:, None], self.inv_freq_long[None], inv_freq)
         angles = positions.astype(jnp.float32)[:, None] * inv_freq
@@ -115,7 +122,9 @@ def _yarn(config: ModelConfig, scaling: Mapping[str, Any]) -> Rope:
     attention = scaling.get("attention_factor")
     if attention is None:
         mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor)
+        attention = (
+            _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor)
+        )
     dim, theta = config.head_dim, config.rope_theta
 
     def correction(rotations: float) -> float:
@@ -145,7 +154,9 @@ def _longrope(config: ModelConfig, scaling: Mapping[str, Any]) -> Rope:
     inv_freq = _base_inv_freq(config)
     short, long = (np.asarray(scaling[k], np.float32) for k in ("short_factor", "long_factor"))
     if short.shape != inv_freq.shape or long.shape != inv_freq.shape:
-        raise ValueError(f"rope_scaling: short_factor and long_factor need head_dim / 2 = {inv_freq.size} entries")
+        raise ValueError(
+            f"rope_scaling: short_factor and long_factor need head_dim / 2 = {inv_freq.size} entries"
+        )
     return Rope(inv_freq / short, float(attention), switch_length=original, inv_freq_long=inv_freq / long)
 
 

@@ -1,8 +1,8 @@
 """A ModelRunner without a model: it keeps token ids in pages, so that a wrong page gives a wrong token.
 
-The next token is a hash of everything read back from the sequence's KV pages and from its adapter's pages. If a page is shared,
-freed too early, or written by someone else, or an adapter's pages are not the ones that were loaded, the
-output differs from `expected_tokens`.
+The next token is a hash of everything read back from the sequence's KV pages and from its adapter's pages. If
+a page is shared, freed too early, or written by someone else, or an adapter's pages are not the ones that
+were loaded, the output differs from `expected_tokens`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def expected_tokens(prompt: Seq[int], fingerprint: int, n: int, vocab_size: int)
 def simulated_adapter(layout: PageLayout, fingerprint: int, rank: int) -> PreparedAdapter:
     """An adapter of real size whose every page holds its fingerprint."""
     placed = layout.adapter({m: rank for m in MODULES[:4]})
-    pages = np.full((layout.n_layers, placed.num_pages, layout.tp * layout.page_elems), fingerprint, np.float32)
+    pages = np.full(
+        (layout.n_layers, placed.num_pages, layout.tp * layout.page_elems), fingerprint, np.float32
+    )
     packed = PackedAdapter(pages=pages, layout=placed, rank=rank, target_modules=MODULES[:4], features={})
     return PreparedAdapter(f"/simulated/{fingerprint}", packed)
 
@@ -85,7 +87,8 @@ class SimulatedRunner:
 
     def launch(self, plan: StepPlan) -> SimulatedInFlight:
         assert plan.num_tokens <= self.max_step_tokens
-        rows, tokens = [], []
+        rows: list[tuple[int, Chunk]] = []
+        tokens: list[int] = []
         for chunk in plan:
             history = self._run(chunk)
             if chunk.samples:

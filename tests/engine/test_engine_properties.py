@@ -70,11 +70,14 @@ class EngineMachine(RuleBasedStateMachine):
         names = [None, *self.loaded]
         name = names[pick % len(names)]
         params = SamplingParams(max_tokens=max_tokens, n=n)
-        try:
-            request_id = self.engine.add_request(prompt, name, params)
-        except ValueError as error:
-            assert "pages" in str(error)
+        pages = -(-(len(prompt) + max_tokens) // 4)
+        if name is not None:
+            pages += next(a.pages for a in self.engine.adapters() if a.name == name and a.state != "draining")
+        if pages > self.engine.stats().pages_total:
+            with pytest.raises(ValueError, match="pages"):
+                self.engine.add_request(prompt, name, params)
             return
+        request_id = self.engine.add_request(prompt, name, params)
         fingerprint = BASE if name is None else self.loaded[name]
         for i in range(n):
             self.expected[request_id, i] = expected_tokens(prompt, fingerprint, max_tokens, VOCAB)
@@ -83,6 +86,10 @@ class EngineMachine(RuleBasedStateMachine):
     def load(self, name: str, rank: int) -> None:
         fingerprint = next(self.fingerprints)
         prepared = simulated_adapter(self.engine._runner.layout, fingerprint, rank)  # type: ignore[attr-defined]
+        if prepared.packed.layout.num_pages >= self.engine.stats().pages_total:
+            with pytest.raises(ValueError, match="pages"):
+                self.engine.load_adapter(name, prepared, replace=True)
+            return
         self.engine.load_adapter(name, prepared, replace=True)
         self.loaded[name] = fingerprint
 

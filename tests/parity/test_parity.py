@@ -1,7 +1,8 @@
-"""The test that decides: mixed batches of real adapters on SmolLM2 equal transformers + PEFT, one by one, in fp32.
+"""The test that decides: mixed batches of real adapters on SmolLM2 equal transformers + PEFT, one by one, in
+fp32.
 
-Expected tokens and logits are recorded by `record_peft.py`. One engine serves all tests here (compiling is what costs);
-smaller pools, other chunk sizes and shuffled pages are set on its scheduler and allocator, which
+Expected tokens and logits are recorded by `record_peft.py`. One engine serves all tests here (compiling is
+what costs); smaller pools, other chunk sizes and shuffled pages are set on its scheduler and allocator, which
 compiled steps know nothing of.
 """
 
@@ -109,7 +110,9 @@ def test_small_shuffled_pool_with_preemption_and_chunks_of_seven(engine: Engine)
 
 
 def test_adapters_loaded_and_unloaded_midway(engine: Engine, adapters: dict[str, str]) -> None:
-    """Names come and go and change meaning while requests run; each request keeps the adapter it started with."""
+    """Names come and go and change meaning while requests run; each request keeps the adapter it started
+    with.
+    """
     case_of = {c["adapter"]: i for i, c in enumerate(CASES)}
     first, second = [n for n in case_of if n is not None][:2]
     ids = {}
@@ -143,7 +146,9 @@ def test_batch_mates_do_not_change_a_result(engine: Engine, seed: int) -> None:
     rng = random.Random(seed)
     order = rng.sample(range(len(CASES)), k=7)
     assert_equal_to_peft(order, run(engine, order))
-    params = [SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=40, seed=i) for i in range(len(CASES))]
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=40, seed=i) for i in range(len(CASES))
+    ]
 
     def sampled(order: list[int]) -> dict[int, list[int]]:
         outs = engine.generate(

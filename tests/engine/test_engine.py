@@ -1,0 +1,252 @@
+"""Requests on a real (tiny, random) model: what users may ask for, what is refused, tensor parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slora_jax import AdapterExistsError, EngineConfig, SamplingParams, UnknownAdapterError
+from slora_jax.engine import Engine
+from slora_jax.weights import load_model_config, resolve_model
+from tests.lora.peft_files import write_peft_adapter
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [5] * 20, [7], list(range(100)), [9, 8, 7, 6]]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "qv_r3": {"ranks": {"q_proj": 3, "v_proj": 3}},
+    "all_r8": {
+        "ranks": dict.fromkeys(
+            ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 8
+        )
+    },
+    "mlp_r17": {"ranks": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 17), "use_rslora": True},
+    "one_layer_r40": {"ranks": {"o_proj": 40, "k_proj": 40}, "layers": [1]},
+}
+
+
+def make_engine(model: Path, **fields: Any) -> Engine:
+    config = EngineConfig(
+        dtype="float32",
+        load_format="dummy",
+        max_batch_size=4,
+        max_step_tokens=64,
+        max_model_len=256,
+        num_pages=fields.pop("num_pages", 300),
+        **fields,
+    )
+    return Engine.from_pretrained(model, config=config)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    shape = load_model_config(resolve_model(tiny_model_dir, "dummy"))
+    folder = tmp_path_factory.mktemp("peft")
+    for seed, (name, fields) in enumerate(ADAPTERS.items()):
+        write_peft_adapter(folder / name, shape, seed=seed, std=0.3, **fields)
+    return {name: folder / name for name in ADAPTERS}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir: Path, adapters: dict[str, Path]) -> Engine:
+    engine = make_engine(tiny_model_dir)
+    for name, path in adapters.items():
+        engine.load_adapter(name, path)
+    return engine
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_meshes_give_the_same_tokens(
+    engine: Engine, tiny_model_dir: Path, adapters: dict[str, Path], tp: int
+) -> None:
+    sharded = make_engine(tiny_model_dir, tensor_parallel_size=tp)
+    for name, path in adapters.items():
+        sharded.load_adapter(name, path)
+    names = [None, *ADAPTERS]
+    want = [o.token_ids for o in engine.generate(PROMPTS, names, GREEDY)]
+    assert [o.token_ids for o in sharded.generate(PROMPTS, names, GREEDY)] == want
+    base = [o.token_ids for o in engine.generate(PROMPTS, None, GREEDY)]
+    assert sum(a != b for a, b in zip(want, base, strict=True)) == len(ADAPTERS), "adapters change nothing"
+    sharded.check_integrity()
+
+
+def test_a_request_s_result_does_not_depend_on_its_batch(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.8, top_k=30, presence_penalty=0.5, seed=7)
+    names = [None, *ADAPTERS]
+    together = engine.generate(PROMPTS, names, params)
+    for prompt, name, out in zip(PROMPTS, names, together, strict=True):
+        assert engine.generate([prompt], name, params)[0].token_ids == out.token_ids
+
+
+def test_n_gives_different_sequences_that_a_seed_fixes(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=8, temperature=1.5, n=3, seed=1)
+    first, second = engine.generate([[1, 2], [1, 2]], None, params)
+    outputs = [o.token_ids for o in first.outputs]
+    assert outputs == [o.token_ids for o in second.outputs]
+    assert len({tuple(o) for o in outputs}) == 3
+    assert [o.index for o in first.outputs] == [0, 1, 2]
+
+
+def test_stop_token_ends_the_text_and_min_tokens_delays_it(engine: Engine) -> None:
+    free = engine.generate([[1, 2, 3]], None, GREEDY)[0].token_ids
+    stop = free[4]
+    first = free.index(stop)
+    params = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
+    out = engine.generate([[1, 2, 3]], None, params)[0]
+    assert out.token_ids == free[: first + 1]
+    assert (out.finish_reason, out.outputs[0].stop_reason) == ("stop", stop)
+    late = engine.generate([[1, 2, 3]], None, dataclasses.replace(params, min_tokens=8))[0]
+    assert stop not in late.token_ids[:8]
+    assert len(late.token_ids) >= 8
+
+
+def test_logit_bias_forces_and_bans(engine: Engine) -> None:
+    out = engine.generate([[1, 2]], None, dataclasses.replace(GREEDY, logit_bias={77: 1000.0}))[0]
+    assert set(out.token_ids) == {77}
+    free = engine.generate([[1, 2]], None, GREEDY)[0].token_ids
+    ban = dict.fromkeys(set(free), -math.inf)
+    assert not set(
+        engine.generate([[1, 2]], None, dataclasses.replace(GREEDY, logit_bias=ban))[0].token_ids
+    ) & set(free)
+
+
+def test_repetition_is_penalised_over_prompt_and_output_also_after_preemption(engine: Engine) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=60, frequency_penalty=2.0, repetition_penalty=5.0)
+    out = engine.generate([[1, 2, 3, 4]], None, params)[0].token_ids
+    assert len(set(out)) == len(out)
+    assert not set(out) & {1, 2, 3, 4}
+    for adapter in engine._adapters.resident:
+        engine._adapters._evict(adapter)
+    hostages = engine._pool.allocate(engine._pool.num_free - 9, "kv")
+    assert hostages is not None
+    before = engine.stats().preemptions
+    outs = engine.generate([[1, 2, 3, 4]] * 4, None, params)
+    assert engine.stats().preemptions > before
+    engine._pool.release(hostages)
+    assert [o.token_ids for o in outs] == [out] * 4
+
+
+def test_logprobs_are_the_model_s_own(tiny_model_dir: Path) -> None:
+    engine = make_engine(tiny_model_dir, record_logits=True)
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, logprobs=5, logit_bias={3: 2.0})
+    out = engine.generate([[4, 5, 6]], None, params)[0]
+    assert out.logprobs is not None
+    assert out.logits is not None
+    exact = out.logits.astype(np.float64)
+    exact -= np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) + exact.max(
+        1, keepdims=True
+    )
+    for step, (token, got) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
+        best = np.argsort(-exact[step], kind="stable")[:5]
+        assert list(got.top) == best.tolist()
+        np.testing.assert_allclose(list(got.top.values()), exact[step][best], atol=1e-5)
+        assert got.logprob == pytest.approx(exact[step][token], abs=1e-5)
+        assert got.rank == 1 + int((exact[step] > exact[step][token]).sum())
+
+
+def test_length_ends_at_the_model_s_limit(engine: Engine) -> None:
+    out = engine.generate([[1] * 250], None, dataclasses.replace(GREEDY, max_tokens=None))[0]
+    assert (len(out.token_ids), out.finish_reason) == (6, "length")
+
+
+def test_streamed_events_add_up_to_the_whole(engine: Engine) -> None:
+    whole = engine.generate(PROMPTS, [None, *ADAPTERS], GREEDY)
+    got: dict[int, list[int]] = {i: [] for i in range(len(PROMPTS))}
+    last: dict[int, int] = {}
+    for event in engine.stream(PROMPTS, [None, *ADAPTERS], GREEDY):
+        got[event.prompt_index] += event.token_ids
+        last[event.prompt_index] = last.get(event.prompt_index, 0) + (event.finish_reason is not None)
+    assert list(got.values()) == [o.token_ids for o in whole]
+    assert set(last.values()) == {1}
+
+
+def test_metrics_of_a_request(engine: Engine) -> None:
+    metrics = engine.generate([[1, 2, 3]], None, GREEDY)[0].metrics
+    assert (metrics.num_prompt_tokens, metrics.num_output_tokens) == (3, 12)
+    times = (
+        metrics.arrival_time,
+        metrics.first_scheduled_time,
+        metrics.first_token_time,
+        metrics.finished_time,
+    )
+    assert all(t is not None for t in times)
+    assert list(times) == sorted(t for t in times if t is not None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "prompt is empty"),
+        ([1, 384], GREEDY, r"token 1 is 384; token ids are integers in \[0, 384\)"),
+        ([1, True], GREEDY, "token 1 is True"),
+        ([1, 2.5], GREEDY, "token 1 is 2.5"),
+        ([-1], GREEDY, "token 0 is -1"),
+        ([1] * 256, GREEDY, "the prompt has 256 tokens; .* the limit is 255"),
+        ("text", GREEDY, "has no tokenizer"),
+        ([1], SamplingParams(stop=("x",)), "stop strings need a tokenizer"),
+        ([1], SamplingParams(logprobs=21), "logprobs 21 is above"),
+        ([1], SamplingParams(logit_bias={999: 1.0}), "logit_bias names token 999"),
+        ([1], SamplingParams(stop_token_ids=(-4,)), "stop_token_ids names token -4"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(
+    engine: Engine, prompt: Any, params: SamplingParams, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1, 2], prompt], None, [GREEDY, params])
+    assert not engine.has_unfinished()
+    engine.check_integrity()
+
+
+def test_lists_must_match_the_prompts(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="adapter_ids must be one value or a list of 2"):
+        engine.generate([[1], [2]], ["qv_r3"])
+    with pytest.raises(ValueError, match="sampling_params must be one value or a list of 2"):
+        engine.generate([[1], [2]], None, [GREEDY])
+
+
+def test_adapter_names(engine: Engine, adapters: dict[str, Path]) -> None:
+    with pytest.raises(UnknownAdapterError, match=r"'nobody' is not registered \(registered: "):
+        engine.generate([[1]], "nobody")
+    with pytest.raises(AdapterExistsError, match="'qv_r3' is already loaded"):
+        engine.load_adapter("qv_r3", adapters["qv_r3"])
+    with pytest.raises(UnknownAdapterError):
+        engine.unload_adapter("nobody")
+    with pytest.raises(ValueError, match="must not be empty"):
+        engine.load_adapter("", adapters["qv_r3"])
+    with pytest.raises(FileNotFoundError):
+        engine.load_adapter("ghost", adapters["qv_r3"].parent / "ghost")
+
+
+def test_an_adapter_that_no_pool_holds_is_refused_when_it_is_loaded(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_model_dir, num_pages=17)
+    write_peft_adapter(tmp_path / "big", engine.model_config, {"gate_proj": 256})
+    with pytest.raises(ValueError, match=r"adapter 'big' needs \d+ pages, the pool has 16"):
+        engine.load_adapter("big", tmp_path / "big")
+    assert engine.adapters() == []
+
+
+def test_a_request_that_can_never_fit_is_refused(tiny_model_dir: Path, adapters: dict[str, Path]) -> None:
+    engine = make_engine(tiny_model_dir, num_pages=18)
+    engine.load_adapter("a", adapters["qv_r3"])
+    with pytest.raises(
+        ValueError, match=r"needs up to \d+ pages \(256 tokens and adapter 'a'\), the pool has 17"
+    ):
+        engine.generate([[1, 2]], "a", SamplingParams(max_tokens=None))
+
+
+def test_logits_that_are_not_finite_fail_their_own_request_only(engine: Engine, tmp_path: Path) -> None:
+    write_peft_adapter(tmp_path / "huge", engine.model_config, {"up_proj": 8, "down_proj": 8}, std=1e19)
+    engine.load_adapter("huge", tmp_path / "huge")
+    bad, good = engine.generate([[1, 2, 3], [1, 2, 3]], ["huge", None], GREEDY)
+    engine.unload_adapter("huge")
+    assert bad.finish_reason == "error"
+    assert "not finite" in str(bad.outputs[0].error)
+    assert good.token_ids == engine.generate([[1, 2, 3]], None, GREEDY)[0].token_ids
+    assert engine.stats().requests_failed == 1

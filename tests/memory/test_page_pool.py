@@ -1,0 +1,62 @@
+"""The page pool's book: allocation, sharing, release and the proof that they add up."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from slora_jax.memory.page_pool import PagePool
+
+
+def test_page_zero_is_never_given_out() -> None:
+    pool = PagePool(5)
+    pages = pool.allocate(4, "kv")
+    assert pages is not None
+    assert sorted(pages) == [1, 2, 3, 4]
+    assert pool.allocate(1, "adapter") is None
+
+
+def test_too_many_pages_leave_the_pool_as_it_was() -> None:
+    pool = PagePool(5)
+    assert pool.allocate(5, "kv") is None
+    assert pool.num_free == 4
+
+
+def test_a_pool_without_usable_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 pages"):
+        PagePool(1)
+
+
+def test_integrity_names_the_page_that_leaked_or_is_held_twice() -> None:
+    pool = PagePool(6)
+    pages = pool.allocate(2, "kv")
+    assert pages is not None
+    with pytest.raises(AssertionError, match=f"page {min(pages)}"):
+        pool.check_integrity([], [])
+    with pytest.raises(AssertionError, match=f"page {min(pages)}"):
+        pool.check_integrity([pages, pages], [])
+    with pytest.raises(AssertionError, match=f"page {min(pages)}"):
+        pool.check_integrity([], [pages])
+    pool.check_integrity([pages], [])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["kv", "adapter", "share", "release"]), st.integers(0, 6))))
+def test_random_operations_keep_the_book_right(operations: list[tuple[str, int]]) -> None:
+    pool = PagePool(20)
+    kv: list[list[int]] = []
+    adapters: list[list[int]] = []
+    for operation, n in operations:
+        if operation == "release" and kv + adapters:
+            holders = kv if n < len(kv) else adapters or kv
+            pool.release(holders.pop(n % len(holders)))
+        elif operation == "share" and kv:
+            pool.share(kv[n % len(kv)])
+            kv.append(list(kv[n % len(kv)]))
+        elif operation in ("kv", "adapter"):
+            pages = pool.allocate(n, "kv" if operation == "kv" else "adapter")
+            if pages:
+                (kv if operation == "kv" else adapters).append(pages)
+        pool.check_integrity(kv, adapters)
+    assert pool.count("adapter") == sum(map(len, adapters))

@@ -1,0 +1,39 @@
+"""How many pages a pool gets and how long a sequence may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slora_jax import EngineConfig, ModelConfig
+from slora_jax.memory.layout import PageLayout
+from slora_jax.memory.sizing import PoolSize, size_pool
+from slora_jax.sharding.mesh import make_mesh
+
+MODEL = ModelConfig(384, 64, 2, 8, 4, 16, 128, 512)
+
+
+def size(**fields: Any) -> PoolSize:
+    config = EngineConfig(**fields)
+    return size_pool(MODEL, config, PageLayout.for_model(MODEL, config.page_tokens, 1), make_mesh(1))
+
+
+def test_bytes_become_pages() -> None:
+    page = 2 * 2 * 16 * 4 * 16 * 4  # layers, K and V, tokens, heads, head dim, bytes
+    assert size(dtype="float32", pool_bytes=50 * page).num_pages == 50
+    assert size(dtype="bfloat16", pool_bytes=50 * page).num_pages == 100
+
+
+def test_a_small_pool_shortens_sequences_that_nobody_asked_to_be_long() -> None:
+    assert size(num_pages=9).max_model_len == 8 * 16
+
+
+def test_a_length_that_was_asked_for_must_fit() -> None:
+    with pytest.raises(ValueError, match="max_model_len 512 does not fit: the pool has 8 pages"):
+        size(num_pages=9, max_model_len=512)
+
+
+def test_a_length_beyond_the_model_s_is_refused() -> None:
+    with pytest.raises(ValueError, match="above the model's max_position_embeddings 512"):
+        size(max_model_len=513)

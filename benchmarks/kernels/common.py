@@ -1,0 +1,150 @@
+"""Timing and recording for bench_kernels.py: what every kernel benchmark shares.
+
+A case measures one shape of one kernel. `lora.py` and `attention.py` each export `CASES`; bench_kernels.py
+runs those asked for and appends one JSON line a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+RESULTS = Path(__file__).parents[1] / "results" / "kernels.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reached in the same run: bytes/s read plus written by a large copy, bf16 FLOP/s."""
+
+    copy: float
+    matmul: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One result: `value` in the case's unit; `extra` goes into the JSON line beside it (us, TB/s, error)."""
+
+    value: float
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A measurement by name: `run` builds its data, checks the kernel against a reference, then times it.
+
+    It raises AssertionError where the kernel is wrong, so that no wrong kernel gets a time.
+    """
+
+    bench: str
+    case: dict[str, Any]
+    unit: str
+    run: Callable[[Ceilings], Measurement]
+
+    @property
+    def name(self) -> str:
+        return f"{self.bench} " + " ".join(f"{k}={v}" for k, v in self.case.items())
+
+
+def seconds_per_call(
+    step: Callable[..., Any], carry: Any, *args: Any, calls: int = 32, repeats: int = 7, runs: int = 4
+) -> float:
+    """Median seconds of one `carry = step(i, carry, *args)`, `calls` of them back to back in one executable.
+
+    `carry` (a pytree) is donated and threaded through, so that no call can be dropped or overlap the one
+    before it; `i` is a Python int: rotate over layers, pages or buffers with it, so that what a call reads is not still
+    in the L2. One repeat enqueues `runs` executables (CUDA graphs) and then waits.
+    """
+
+    def chain(carry: Any, *args: Any) -> Any:
+        for i in range(calls):
+            carry = step(i, carry, *args)
+        return carry
+
+    compiled = jax.jit(chain, donate_argnums=0).lower(carry, *args).compile()
+    carry = jax.block_until_ready(compiled(compiled(carry, *args), *args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(runs):
+            carry = compiled(carry, *args)
+        jax.block_until_ready(carry)
+        times.append((time.perf_counter() - start) / (runs * calls))
+    return statistics.median(times)
+
+
+def measure_ceilings() -> Ceilings:
+    """A copy of 2 GiB and an 8192-cubed matrix product of random bf16."""
+    size = 2**29 if jax.default_backend() == "gpu" else 2**20
+    big = jnp.arange(size, dtype=jnp.uint32)
+    copy = seconds_per_call(lambda i, x: x ^ jnp.uint32(i + 1), big, calls=8, repeats=5, runs=1)
+    n = 8192 if jax.default_backend() == "gpu" else 256
+    a, b = (jax.random.normal(jax.random.key(s), (n, n), jnp.bfloat16) for s in (0, 1))
+    small = b * jnp.bfloat16(n**-0.5)
+    matmul = seconds_per_call(lambda i, x, w: x @ w, a, small, calls=8, repeats=5, runs=1)
+    return Ceilings(copy=2 * big.nbytes / copy, matmul=2 * n**3 / matmul)
+
+
+def relative_error(out: jax.Array, reference: jax.Array) -> float:
+    """Norm of the difference over the norm of the reference, in float32; NaN wherever either has one."""
+    out, reference = out.astype(jnp.float32), reference.astype(jnp.float32)
+    return float(jnp.linalg.norm((out - reference).ravel()) / jnp.linalg.norm(reference.ravel()))
+
+
+def versions() -> dict[str, str]:
+    """Versions that a time depends on."""
+    import jaxlib
+
+    found = {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        found["driver"] = "none"
+    return found
+
+
+def current_commit() -> str:
+    """The checkout's commit; 'unknown' where there is no checkout (pass --commit then)."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def run_cases(cases: Sequence[Case], results: Path, commit: str) -> int:
+    """Measure every case, print a line each, append them to `results`; returns how many failed."""
+    ceilings = measure_ceilings()
+    shared = {
+        "gpu": jax.devices()[0].device_kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "versions": versions(),
+        "command": "python " + " ".join(sys.argv),
+        "copy_tb_s": round(ceilings.copy / 1e12, 3),
+        "matmul_tflop_s": round(ceilings.matmul / 1e12, 1),
+    }
+    print(f"{shared['gpu']}: copy {shared['copy_tb_s']} TB/s, matmul {shared['matmul_tflop_s']} TFLOP/s")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for case in cases:
+        try:
+            measured = case.run(ceilings)
+        except Exception as error:  # the other cases still count: device time is scarce
+            failed += 1
+            print(f"FAILED {case.name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            continue
+        line = {"bench": case.bench, "case": case.case, "value": measured.value, "unit": case.unit}
+        with results.open("a") as file:
+            file.write(json.dumps(line | measured.extra | shared) + "\n")
+        extra = " ".join(f"{k}={v}" for k, v in measured.extra.items())
+        print(f"{case.name}: {measured.value:.4g} {case.unit} {extra}", flush=True)
+    return failed

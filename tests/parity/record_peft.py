@@ -1,7 +1,7 @@
 """Records what Hugging Face transformers + PEFT compute, as the expected values of the parity tests.
 
 Run by hand in the PEFT environment, from the top of the repository, as `python -m tests.parity.record_peft`;
-never by `make test`. It writes, beside itself:
+never by `make test`. It needs ml_dtypes besides that environment's packages, and writes beside itself:
 
     expected.npz, expected.json   greedy tokens and per-step logits of SmolLM2-135M, plain and with each
                                   adapter of random_adapters.py; one request at a time, fp32, eager

@@ -9,7 +9,6 @@ One thread owns an engine; only `prepare_adapter` and the tokenizer may be calle
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
 import time
@@ -18,11 +17,11 @@ from collections.abc import Sequence as Seq
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from slora_jax.compile_cache import enable_compile_cache
 from slora_jax.completion import OutputCollector, accept_token, end
 from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.packing import PackedAdapter, pack_adapter
 from slora_jax.lora.peft import read_adapter
 from slora_jax.lora.store import Adapter, AdapterStore
@@ -33,21 +32,19 @@ from slora_jax.outputs import (
     AdapterInfo,
     EngineStats,
     FinishReason,
-    RequestMetrics,
     RequestOutput,
     StreamEvent,
 )
-from slora_jax.request import Request, Sequence, as_token_ids, sequence_seed
+from slora_jax.request import Request, Sequence
 from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.scheduler import Scheduler, SchedulerLimits, StepPlan
 from slora_jax.sharding.mesh import make_mesh
-from slora_jax.text import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from slora_jax.text import Tokenizer, load_tokenizer
 from slora_jax.weights import ResolvedModel, load_checkpoint, load_model_config, resolve_model
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
-Prompt = str | Seq[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +89,22 @@ class Engine:
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters, self._write_adapter)
         eos = frozenset(model_config.eos_token_ids)
-        self._eos = eos if tokenizer is None else eos | tokenizer.eos_token_ids
+        self._intake = RequestIntake(
+            RequestLimits(
+                vocab_size=model_config.vocab_size,
+                max_model_len=size.max_model_len,
+                max_logprobs=config.max_logprobs,
+                page_tokens=config.page_tokens,
+                usable_pages=self._pool.num_usable,
+            ),
+            self._adapters,
+            tokenizer,
+            eos if tokenizer is None else eos | tokenizer.eos_token_ids,
+            config.seed,
+        )
         self._requests: dict[str, Request] = {}
         self._in_flight: InFlight | None = None
         self._undelivered: list[StreamEvent] = []
-        self._request_ids = itertools.count()
-        self._seeds = np.random.default_rng(config.seed)
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens", "output_tokens", "preemptions", "finished", "aborted", "failed"), 0
         )
@@ -160,7 +167,7 @@ class Engine:
         One adapter id or SamplingParams serves all prompts; lists must be as long as `prompts`. Raises
         ValueError or UnknownAdapterError before anything runs where one of the requests cannot be served.
         """
-        requests = self._make_requests(prompts, adapter_ids, sampling_params)
+        requests = self._intake.many(prompts, adapter_ids, sampling_params)
         collector = OutputCollector(requests)
         for event in self._run(requests):
             collector.add(event)
@@ -173,7 +180,7 @@ class Engine:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Iterator[StreamEvent]:
         """Like `generate`, yielding events as tokens arrive; closing the iterator aborts what still runs."""
-        return self._run(self._make_requests(prompts, adapter_ids, sampling_params))
+        return self._run(self._intake.many(prompts, adapter_ids, sampling_params))
 
     def add_request(
         self,
@@ -187,7 +194,8 @@ class Engine:
         Raises ValueError (prompt, parameters or sizes that cannot be served, with the limit) or
         UnknownAdapterError.
         """
-        request = self._make_request(prompt, adapter_id, sampling_params or SamplingParams(), request_id, 0)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request = self._intake.one(prompt, adapter_id, params, request_id=request_id)
         self._enqueue(request)
         return request.request_id
 
@@ -308,29 +316,8 @@ class Engine:
 
     # -- inside --
 
-    def _make_requests(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        adapter_ids: str | Seq[str | None] | None,
-        sampling_params: SamplingParams | Seq[SamplingParams] | None,
-    ) -> list[Request]:
-        many = _prompts(prompts)
-        names: list[str | None] = _one_each("adapter_ids", adapter_ids, len(many), lambda v: v is None or isinstance(v, str))
-        default = sampling_params if sampling_params is not None else SamplingParams()
-        params: list[SamplingParams] = _one_each("sampling_params", default, len(many), lambda v: isinstance(v, SamplingParams))
-        requests: list[Request] = []
-        try:
-            for i, prompt in enumerate(many):
-                requests.append(self._make_request(prompt, names[i], params[i], None, i))
-        except (ValueError, LookupError) as error:
-            error.add_note(f"in prompt {len(requests)} of {len(many)}")
-            raise
-        return requests
-
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
-        """Step until these requests have ended, yielding their events; others' events wait for the next
-        `step`.
-        """
+        """Step until these requests have ended, yielding their events; others' wait for the next `step`."""
         mine = {r.request_id for r in requests}
         try:
             for request in requests:
@@ -347,95 +334,11 @@ class Engine:
             for request in requests:
                 self.abort(request.request_id)
 
-    def _make_request(
-        self,
-        prompt: Prompt,
-        adapter_id: str | None,
-        params: SamplingParams,
-        request_id: str | None,
-        prompt_index: int,
-    ) -> Request:
-        adapter = None if adapter_id is None else self._adapters.get(adapter_id)
-        tokens = self._tokens(prompt)
-        self._check_request(tokens, params, adapter)
-        request_id = request_id or f"request-{next(self._request_ids)}"
-        if request_id in self._requests:
-            raise ValueError(
-                f"request id '{request_id}' is in use; ids must differ among unfinished requests"
-            )
-        request = Request(
-            request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=tokens,
-            prompt_index=prompt_index,
-            adapter=adapter,
-            params=params,
-            metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(tokens)),
-        )
-        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        output_len = self.max_model_len if params.max_tokens is None else params.max_tokens
-        request.sequences = [
-            Sequence(
-                request=request,
-                index=i,
-                seed=sequence_seed(seed, i),
-                tokens=list(tokens),
-                prompt_len=len(tokens),
-                max_len=min(len(tokens) + output_len, self.max_model_len),
-                stop_ids=ends,
-                detokenizer=None
-                if self.tokenizer is None
-                else IncrementalDetokenizer(
-                    self.tokenizer,
-                    skip_special_tokens=params.skip_special_tokens,
-                    stop=params.stop,
-                    include_stop_str_in_output=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                ),
-            )
-            for i in range(params.n)
-        ]
-        return request
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return as_token_ids(prompt, self.model_config.vocab_size)
-        if self.tokenizer is None:
-            raise ValueError(
-                f"model '{self.model_name}' has no tokenizer: give prompts as lists of token ids"
-            )
-        return self.tokenizer.encode(prompt)
-
-    def _check_request(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> None:
-        if not tokens:
-            raise ValueError("the prompt is empty; it must have at least one token")
-        if len(tokens) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens; with at least one token of output the limit is "
-                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
-            )
-        vocab = self.model_config.vocab_size
-        for field, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            bad = [t for t in ids if not 0 <= t < vocab]
-            if bad:
-                raise ValueError(f"{field} names token {bad[0]}; token ids are integers in [0, {vocab})")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if (params.logprobs or 0) > self.config.max_logprobs:
-            raise ValueError(
-                f"logprobs {params.logprobs} is above the engine's max_logprobs {self.config.max_logprobs}"
-            )
-        length = min(len(tokens) + (params.max_tokens or self.max_model_len), self.max_model_len)
-        need = self._scheduler.pages_for(length) + (adapter.num_pages if adapter is not None else 0)
-        if need > self._pool.num_usable:
-            raise ValueError(
-                f"the request needs up to {need} pages ({length} tokens"
-                f"{'' if adapter is None else f' and adapter {adapter.name!r}'}), the pool has "
-                f"{self._pool.num_usable}: lower max_tokens or raise num_pages"
-            )
-
     def _enqueue(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            raise ValueError(
+                f"request id '{request.request_id}' is in use; ids must differ among unfinished requests"
+            )
         if request.adapter is not None:
             self._adapters.acquire(request.adapter)
         self._requests[request.request_id] = request
@@ -443,9 +346,7 @@ class Engine:
             self._scheduler.add(sequence)
 
     def _collect(self, in_flight: InFlight) -> list[StreamEvent]:
-        """Wait for a step and hand its tokens to their sequences; those that have ended since are passed
-        over.
-        """
+        """Wait for a step and hand its tokens to their sequences; those that have ended are passed over."""
         fetched = in_flight.fetch()
         events = []
         for row, chunk in in_flight.rows:
@@ -499,25 +400,3 @@ def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:
         "%s has no tokenizer.json: prompts must be lists of token ids, and outputs have no text", path
     )
     return None
-
-
-def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt or many: a string or a list of ids is one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    many = list(prompts)
-    if many and all(isinstance(p, int | np.integer) for p in many):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
-
-
-def _one_each[T](name: str, value: object, n: int, is_one: Callable[[object], bool]) -> list[T]:
-    """`value` for each of n prompts: one for all, or a list of n."""
-    if is_one(value):
-        return [value] * n  # type: ignore[list-item]
-    many: list[T] = list(value)  # type: ignore[call-overload]
-    if len(many) != n or not all(map(is_one, many)):
-        raise ValueError(
-            f"{name} must be one value or a list of {n}, one for each prompt; got {len(many)} values"
-        )
-    return many

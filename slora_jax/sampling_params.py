@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 MAX_LOGIT_BIAS = 1024  # entries of one request; OpenAI allows 300
+MAX_STOP_TOKEN_IDS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,11 @@ class SamplingParams:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ValueError(
                 f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}"
+            )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} entries, "
+                f"got {len(self.stop_token_ids)}"
             )
         for token, bias in self.logit_bias.items():
             if math.isnan(bias):

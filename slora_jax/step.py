@@ -33,7 +33,7 @@ REPEATED = PartitionSpec()
 POOL_SPEC = PartitionSpec(None, None, "tp")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # static in StepOps: compared by identity, one an engine
 class StepConfig:
     """Static facts of an engine that every executable is built from."""
 

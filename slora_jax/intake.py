@@ -1,0 +1,189 @@
+"""From what a caller asks to a Request: prompts to token ids, all of it checked before any is queued."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.outputs import RequestMetrics
+from slora_jax.request import Request, Sequence, as_token_ids, sequence_seed
+from slora_jax.sampling_params import SamplingParams
+from slora_jax.text import IncrementalDetokenizer, Tokenizer
+
+Prompt = str | Seq[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestLimits:
+    """What one request may ask of an engine; sizes in tokens and pages."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    page_tokens: int
+    usable_pages: int
+
+
+class RequestIntake:
+    """Makes Requests; owns their ids and the seeds of those that name none."""
+
+    def __init__(
+        self,
+        limits: RequestLimits,
+        adapters: AdapterStore,
+        tokenizer: Tokenizer | None,
+        eos: frozenset[int],
+        seed: int,
+    ) -> None:
+        self._limits, self._adapters = limits, adapters
+        self._tokenizer, self._eos = tokenizer, eos
+        self._ids = itertools.count()
+        self._seeds = np.random.default_rng(seed)
+
+    def many(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        adapter_ids: str | Seq[str | None] | None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+    ) -> list[Request]:
+        """A Request for each prompt; the note on an error says which prompt it is of."""
+        every = _prompts(prompts)
+        names: list[str | None] = _one_each(
+            "adapter_ids", adapter_ids, len(every), lambda v: v is None or isinstance(v, str)
+        )
+        params: list[SamplingParams] = _one_each(
+            "sampling_params",
+            SamplingParams() if sampling_params is None else sampling_params,
+            len(every),
+            lambda v: isinstance(v, SamplingParams),
+        )
+        requests: list[Request] = []
+        try:
+            for i, prompt in enumerate(every):
+                requests.append(self.one(prompt, names[i], params[i], prompt_index=i))
+        except (ValueError, LookupError) as error:
+            error.add_note(f"in prompt {len(requests)} of {len(every)}")
+            raise
+        return requests
+
+    def one(
+        self,
+        prompt: Prompt,
+        adapter_id: str | None,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        prompt_index: int = 0,
+    ) -> Request:
+        """A Request and its `params.n` sequences, not yet queued.
+
+        Raises UnknownAdapterError, or ValueError naming the prompt's token, the parameter or the limit.
+        """
+        adapter = None if adapter_id is None else self._adapters.get(adapter_id)
+        tokens = self._tokens(prompt)
+        self._check(tokens, params, adapter)
+        request = Request(
+            request_id=request_id or f"request-{next(self._ids)}",
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=tokens,
+            prompt_index=prompt_index,
+            adapter=adapter,
+            params=params,
+            metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(tokens)),
+        )
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        request.sequences = [
+            Sequence(
+                request=request,
+                index=i,
+                seed=sequence_seed(seed, i),
+                tokens=list(tokens),
+                prompt_len=len(tokens),
+                max_len=self._length(tokens, params),
+                stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+                detokenizer=self._detokenizer(params),
+            )
+            for i in range(params.n)
+        ]
+        return request
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return as_token_ids(prompt, self._limits.vocab_size)
+        if self._tokenizer is None:
+            raise ValueError("this model has no tokenizer: give prompts as lists of token ids")
+        return self._tokenizer.encode(prompt)
+
+    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _length(self, tokens: list[int], params: SamplingParams) -> int:
+        """Tokens of prompt and output at most."""
+        longest = self._limits.max_model_len
+        return longest if params.max_tokens is None else min(len(tokens) + params.max_tokens, longest)
+
+    def _check(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> None:
+        limits = self._limits
+        if not tokens:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        if len(tokens) >= limits.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens; with at least one token of output the limit is "
+                f"{limits.max_model_len - 1} (max_model_len {limits.max_model_len})"
+            )
+        for field, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            bad = [t for t in ids if not 0 <= t < limits.vocab_size]
+            if bad:
+                raise ValueError(
+                    f"{field} names token {bad[0]}; token ids are integers in [0, {limits.vocab_size})"
+                )
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if (params.logprobs or 0) > limits.max_logprobs:
+            raise ValueError(
+                f"logprobs {params.logprobs} is above the engine's max_logprobs {limits.max_logprobs}"
+            )
+        length = self._length(tokens, params)
+        need = -(-length // limits.page_tokens) + (adapter.num_pages if adapter is not None else 0)
+        if need > limits.usable_pages:
+            raise ValueError(
+                f"the request needs up to {need} pages ({length} tokens"
+                f"{'' if adapter is None else f' and adapter {adapter.name!r}'}), the pool has "
+                f"{limits.usable_pages}: lower max_tokens or raise num_pages"
+            )
+
+
+def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or many: a string or a list of ids is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and all(isinstance(p, int | np.integer) for p in many):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def _one_each[T](name: str, value: object, n: int, is_one: Callable[[object], bool]) -> list[T]:
+    """`value` for each of n prompts: one for all, or a list of n."""
+    if is_one(value):
+        return [value] * n  # type: ignore[list-item]
+    many: list[T] = list(value)  # type: ignore[call-overload]
+    if len(many) != n or not all(map(is_one, many)):
+        raise ValueError(
+            f"{name} must be one value or a list of {n}, one for each prompt; got {len(many)} values"
+        )
+    return many

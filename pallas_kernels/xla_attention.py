@@ -18,7 +18,7 @@ FLOOR = -1e30  # the maximum of no scores
 
 def write_kv(
     pool: jax.Array,
-    layer: int,
+    layer: int | jax.Array,
     k: jax.Array,
     v: jax.Array,
     page: jax.Array,
@@ -41,7 +41,7 @@ def write_kv(
 def decode_attention(
     q: jax.Array,
     pool: jax.Array,
-    layer: int,
+    layer: int | jax.Array,
     page_table: jax.Array,
     kv_len: jax.Array,
     *,
@@ -62,7 +62,7 @@ def decode_attention(
 def prefill_attention(
     q: jax.Array,
     pool: jax.Array,
-    layer: int,
+    layer: int | jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
     tile_seq: jax.Array,
@@ -95,7 +95,7 @@ def prefill_attention(
 def _attend(
     q: jax.Array,
     pool: jax.Array,
-    layer: int,
+    layer: int | jax.Array,
     page_table: jax.Array,
     last: jax.Array,
     *,
@@ -103,7 +103,7 @@ def _attend(
     page_tokens: int,
     scale: float,
 ) -> jax.Array:
-    """Attention of q [b, t, h, e] where token t of row b sees context 0 .. last[b, t] (-1: none, and gives 0).
+    """Attention of q [b, t, h, e] where token t of row b sees context 0 .. last[b, t] (-1: none, gives 0).
 
     Rows are cut into units, one for each block of context that a row really has; a loop takes some units at a
     time and stops after the last, so that time follows the true lengths, not the table's width. Partial
@@ -152,7 +152,13 @@ def _attend(
 
 
 def _block(
-    q: jax.Array, pool: jax.Array, layer: int, pages: jax.Array, visible: jax.Array, *, page_tokens: int
+    q: jax.Array,
+    pool: jax.Array,
+    layer: int | jax.Array,
+    pages: jax.Array,
+    visible: jax.Array,
+    *,
+    page_tokens: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """exp(q K^T - top) V, its row sums, and top, over one block of context a unit.
 
@@ -172,7 +178,7 @@ def _block(
     def read(rows_of: jax.Array) -> jax.Array:
         # The barrier keeps XLA from fusing the reshape into the gather, which would then copy head_dim
         # elements at a time with index arithmetic between them: twice as slow on a CPU.
-        got = lax.optimization_barrier(rows.at[rows_of].get(mode="promise_in_bounds"))
+        got: jax.Array = lax.optimization_barrier(rows.at[rows_of].get(mode="promise_in_bounds"))
         return got.reshape(u, n_kv, m * page_tokens, e).astype(jnp.float32)
 
     score = jnp.einsum("ukxe,ukce->ukxc", q.reshape(u, n_kv, g * t, e), read(first))

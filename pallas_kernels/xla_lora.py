@@ -64,8 +64,9 @@ def build_lora_blocks(
 ) -> dict[str, np.ndarray]:
     """The fields of LoraBlocks as int32 arrays, padded to nb blocks a module and lp pages.
 
-    `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]: chunks in one
-    block of A and of B by module. Raises ValueError where nb or lp is too small, or an index has no adapter.
+    `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]: chunks in
+    one block of A and of B by module. Raises ValueError where nb or lp is too small, or an index has no
+    adapter.
     """
     need = lora_blocks_needed(adapters)
     if need[0] > nb or need[1] > lp:
@@ -73,7 +74,9 @@ def build_lora_blocks(
     token_adapter = np.asarray(token_adapter, np.int32)
     if len(token_adapter) and token_adapter.max() >= len(adapters):
         raise ValueError(f"token_adapter names adapter {token_adapter.max()} of {len(adapters)}")
-    out = {name: np.zeros((N_MODULES, nb), np.int32) for name in ("page_base", "a_start", "b_start")}
+    out: dict[str, np.ndarray] = {
+        name: np.zeros((N_MODULES, nb), np.int32) for name in ("page_base", "a_start", "b_start")
+    }
     out["adapter"] = np.full((N_MODULES, nb), PADDING, np.int32)
     out["pages"] = np.zeros(lp, np.int32)
     if not adapters:
@@ -108,7 +111,7 @@ def apply_lora(
     x: jax.Array,
     y: jax.Array,
     pool: jax.Array,
-    layer: int,
+    layer: int | jax.Array,
     blocks: LoraBlocks,
     *,
     modules: tuple[int, ...],
@@ -116,7 +119,7 @@ def apply_lora(
     out_dims: tuple[int, ...],
     chunk_width: int,
 ) -> jax.Array:
-    """y[t] += (x[t] A_m^T) B_m of token t's own adapter, for modules m that read one x and are side by side in y.
+    """y[t] += (x[t] A_m^T) B_m of token t's own adapter, for modules m that read one x, side by side in y.
 
     x [t, in_dim]; y [t, sum(out_dims)]; pool [n_layers, n_pages, page_elems]; `modules` are numbers in the
     order q, k, v, o, gate, up, down. The scaling is part of B. Computes in float32; returns y's dtype. Time
@@ -133,7 +136,7 @@ def apply_lora(
     per_page = pool.shape[2] // chunk_elems
     rows = pool.reshape(-1, chunk_elems)
 
-    # What follows is the same in every layer, so that XLA computes it once: keep `layer` out of it.
+    # What follows is the same in every layer: keep `layer` out of it, so that unrolled layers share it.
     owner, begin, end = _tile_ranges(blocks, modules, n_tiles, size, step)
     tiles = _tile_starts(t, n_tiles, size)
     a_rows = [_chunk_rows(blocks, m, blocks.a_start, in_dim // chunk_width, per_page, step) for m in modules]
@@ -146,8 +149,10 @@ def apply_lora(
         """Chunks row [c, n] of this layer as [c, r, w]."""
         # The barrier keeps XLA from fusing the reshape into the gather, which would then copy a chunk's rows
         # one by one with index arithmetic between them: twice as slow on a CPU.
-        got = rows.at[row + layer * pool.shape[1] * per_page].get(mode="promise_in_bounds")
-        return lax.optimization_barrier(got).reshape(row.shape[0], -1, chunk_width).astype(jnp.float32)
+        got: jax.Array = lax.optimization_barrier(
+            rows.at[row + layer * pool.shape[1] * per_page].get(mode="promise_in_bounds")
+        )
+        return got.reshape(row.shape[0], -1, chunk_width).astype(jnp.float32)
 
     def tile(j: jax.Array | int, y: jax.Array) -> jax.Array:
         first = tiles[j]
@@ -177,8 +182,10 @@ def apply_lora(
         return lax.dynamic_update_slice_in_dim(y, new.astype(y.dtype), first, 0)
 
     if n_tiles == 1:
-        return lax.cond(jnp.max(end) > 0, lambda y: tile(0, y), lambda y: y, y)
-    return lax.fori_loop(0, jnp.where(jnp.max(end) > 0, n_tiles, 0), tile, y)
+        out: jax.Array = lax.cond(jnp.max(end) > 0, lambda y: tile(0, y), lambda y: y, y)
+    else:
+        out = lax.fori_loop(0, jnp.where(jnp.max(end) > 0, n_tiles, 0), tile, y)
+    return out
 
 
 def _tile_starts(t: int, n_tiles: int, size: int) -> jax.Array:
@@ -194,7 +201,7 @@ def _tile_ranges(
     adapter = jnp.pad(
         blocks.token_adapter, (0, n_tiles * size - len(blocks.token_adapter)), constant_values=BASE
     ).reshape(n_tiles, size)
-    lowest = jnp.min(jnp.where(adapter >= 0, adapter, jnp.iinfo(jnp.int32).max), axis=1)[:, None, None]
+    lowest = jnp.min(jnp.where(adapter >= 0, adapter, np.iinfo(np.int32).max), axis=1)[:, None, None]
     highest = jnp.max(adapter, axis=1)[:, None, None]
     real = owner >= 0
     end = jnp.sum(real & (owner <= highest), axis=2, dtype=jnp.int32)

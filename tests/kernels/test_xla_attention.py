@@ -103,7 +103,10 @@ def test_prefill_equals_loops(
     rng = np.random.default_rng(1)
     lengths, fresh = [37, 1, 20, 16, 9], [37, 1, 7, 4, 0]  # in the pages; of them, tokens of this chunk
     data = paged(rng, lengths, n_kv, e, 8, dtype)
-    tiles, tile_row, positions, seq = [], [], [], []
+    tiles: list[tuple[int, int, int]] = []
+    tile_row: list[int] = []
+    positions: list[int] = []
+    seq: list[int] = []
     for row, (n, count) in enumerate(zip(lengths, fresh, strict=True)):
         for first in range(0, count, tile):
             size = min(tile, count - first)
@@ -158,18 +161,26 @@ def test_write_then_attend_makes_no_copy_of_the_pool() -> None:
     heads = jax.ShapeDtypeStruct((4, n_kv, e), jnp.float32)
 
     def step(
-        pool: jax.Array, x: jax.Array, page: jax.Array, offset: jax.Array, table: jax.Array, kv_len: jax.Array
+        pool: jax.Array,
+        x: jax.Array,
+        first: jax.Array,
+        page: jax.Array,
+        offset: jax.Array,
+        table: jax.Array,
+        kv_len: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        for layer in range(2):
-            pool = write_kv(pool, layer, x, x, page, offset, page_tokens=page_tokens)
+        for i in range(2):
+            pool = write_kv(pool, first + i, x, x, page, offset, page_tokens=page_tokens)
             x = decode_attention(
-                x, pool, layer, table, kv_len, n_kv=n_kv, page_tokens=page_tokens, scale=0.125
+                x, pool, first + i, table, kv_len, n_kv=n_kv, page_tokens=page_tokens, scale=0.125
             )
         return pool, x
 
-    table = jax.ShapeDtypeStruct((4, 3), jnp.int32)
-    compiled = jax.jit(step, donate_argnums=0).lower(pool, heads, ints, ints, table, ints).compile()
+    table, index = jax.ShapeDtypeStruct((4, 3), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = jax.jit(step, donate_argnums=0).lower(pool, heads, index, ints, ints, table, ints)
+    compiled = lowered.compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     pool_bytes = 2 * 11 * 2 * n_kv * page_tokens * e * 4
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes

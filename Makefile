@@ -48,7 +48,7 @@ format: .venv/ready ## rewrite the code as the formatter and the fixable lint ru
 	@$(PY) -m ruff check -q --fix $(CODE); $(PY) -m ruff format -q $(CODE)
 
 bench-cpu: .venv/ready .venv-peft/ready ## output tokens/s and memory against Hugging Face PEFT, both on this CPU
-	@$(PY) benchmarks/bench_cpu.py --peft-python .venv-peft/bin/python $(ARGS)
+	@$(PY) -m benchmarks.bench_cpu --peft-python .venv-peft/bin/python $(ARGS)
 
 clean: ## remove what make made: environments, caches, build
 	@rm -rf .venv .venv-peft build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

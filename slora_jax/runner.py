@@ -33,7 +33,7 @@ from slora_jax.step import POOL_SPEC, REPEATED, SlotState, StepConfig, StepOutpu
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
-XLA_TILE = 16  # tokens of one prompt that the xla prefill attention takes together
+XLA_TILE = 64  # tokens of one prompt that the xla prefill attention takes together
 LOAD_PAGES = 8  # pages of an adapter in one write
 _BUCKET_RATIO = 4
 

@@ -1,0 +1,78 @@
+"""Measurements as JSON lines in benchmarks/results/: what, on which machine, of which commit, by which
+command.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "slora-jax")
+
+
+def commit() -> str:
+    """The checked-out commit, "+changes" where files differ from it; "unknown" outside a git checkout."""
+    folder = Path(__file__).parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def cpu_name() -> str:
+    """The processor as the kernel names it, and how many cores this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.partition(':')[2].strip()}, {cores} cores"
+    return f"{platform.processor() or platform.machine()}, {cores} cores"
+
+
+def record(
+    file: str,
+    bench: str,
+    case: Mapping[str, Any],
+    value: float,
+    unit: str,
+    *,
+    gpu: str | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Append one measurement to `benchmarks/results/<file>.jsonl` and return it.
+
+    Later lines supersede earlier ones of the same bench and case. `gpu` is None for the CPU, which is then
+    named.
+    """
+    line = {
+        "bench": bench,
+        "case": dict(case),
+        "value": value,
+        "unit": unit,
+        "gpu": gpu,
+        "cpu": cpu_name(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "command": " ".join(["python", *sys.argv]),
+        **extra,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{file}.jsonl").open("a") as out:
+        out.write(json.dumps(line) + "\n")
+    return line

@@ -356,15 +356,17 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
 
         def clear_tail(slot: Any, first: Any) -> None:
             """Zero the rows of V from `first` on: leftovers there may be NaN, which a weight of 0 does not hide."""
-            part = block_kv // consumers
-            if part < ROWS:
-                raise ValueError(f"block_kv {block_kv} is too small for {consumers} warpgroups")
+            part = max(block_kv // consumers, ROWS)  # of each warpgroup; the first does all of a small block
             at = wg * part
-            row = plgpu.broadcasted_iota(jnp.int32, (part, e), 0, layout=plgpu.Layout.WGMMA)
-            mine = v_s.at[slot, pl.ds(at, part)]
-            v = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
-            mine[...] = jnp.where(row < first - at, v.astype(f32), 0.0).astype(bf16)
-            plgpu.commit_smem()
+
+            @pl.when(at < block_kv)
+            def _() -> None:
+                row = plgpu.broadcasted_iota(jnp.int32, (part, e), 0, layout=plgpu.Layout.WGMMA)
+                mine = v_s.at[slot, pl.ds(at, part)]
+                v = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
+                mine[...] = jnp.where(row < first - at, v.astype(f32), 0.0).astype(bf16)
+                plgpu.commit_smem()
+
             if consumers > 1:
                 plgpu.barrier_arrive(clean)
                 plgpu.barrier_wait(clean)

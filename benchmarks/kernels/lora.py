@@ -1,0 +1,202 @@
+"""Cases of the LoRA kernels: shrink and expand of the modules that share an input, decode and prefill.
+
+Bytes are those of the true ranks' A and B (decode), or x, y read and written, A and B (prefill). Every call of a
+timing meets another layer or other adapters, 400 MB of them and more before one returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.common import Case, Ceilings, Measurement, seconds_per_call
+from slora_jax.pallas_kernels.lora_work import AdapterBlocks, LoraWork, build_lora_work, lora_work_needed
+from slora_jax.pallas_kernels.mosaic_lora import apply_lora
+
+PAGE_TOKENS, W, LAYERS = 16, 256, 8
+MODULES = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One shape: `tokens` spread evenly over `distinct` adapters, whose ranks cycle through `ranks`."""
+
+    tokens: int
+    distinct: int
+    ranks: tuple[int, ...]
+    d_model: int
+    kv: int  # columns of k and of v
+    prompt: bool = False
+
+    @property
+    def out_dims(self) -> tuple[int, ...]:
+        return (self.d_model, self.kv, self.kv)
+
+    @property
+    def per_page(self) -> int:
+        return PAGE_TOKENS * 2 * self.kv // (8 * W)
+
+    @property
+    def chunks(self) -> tuple[int, tuple[int, ...]]:
+        """Chunks in a block of A; of B by module."""
+        return self.d_model // W, tuple(n // W for n in self.out_dims)
+
+    def adapter(self, rank: int, pages: np.ndarray) -> AdapterBlocks:
+        blocks, (a, b) = rank // 8, self.chunks
+        starts = list(itertools.accumulate([blocks * (a + n) for n in b], initial=0))[:3]
+        none = [0] * 4
+        return pages, [blocks] * 3 + none, starts + none, [s + blocks * a for s in starts] + none
+
+    def pages_of(self, rank: int) -> int:
+        a, b = self.chunks
+        return -(-(rank // 8) * sum(a + n for n in b) // self.per_page)
+
+    @property
+    def rank_of(self) -> list[int]:
+        return [self.ranks[i % len(self.ranks)] for i in range(self.distinct)]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(2 * r * (3 * self.d_model + sum(self.out_dims)) for r in self.rank_of)
+
+    @property
+    def token_adapter(self) -> np.ndarray:
+        return np.sort(np.arange(self.tokens) % self.distinct).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Device arrays: a pool, and several sets of adapters in disjoint shuffled pages."""
+
+    x: jax.Array
+    y: jax.Array
+    pool: jax.Array
+    works: list[LoraWork]
+    adapters: list[list[AdapterBlocks]]
+
+
+def make(s: Setting) -> Data:
+    sets = max(1, min(64, -(-400_000_000 // (LAYERS * s.weight_bytes))))
+    counts = [s.pages_of(r) for r in s.rank_of]
+    n_pages = 1 + sets * sum(counts)
+    order = np.random.default_rng(0).permutation(np.arange(1, n_pages)).astype(np.int32)
+    ends = np.cumsum(np.tile(counts, sets))
+    lists = [order[e - c : e] for e, c in zip(ends, counts * sets, strict=True)]
+    adapters = [
+        [s.adapter(r, pages) for r, pages in zip(s.rank_of, lists[k * s.distinct :], strict=False)] for k in range(sets)
+    ]
+    rows = 0 if s.prompt else None
+    nd, nt, lp = lora_work_needed(s.token_adapter, adapters[0], rows)
+    a, b = s.chunks
+    sizes: dict[str, Any] = {"a_chunks": [a] * 3 + [0] * 4, "b_chunks": [*b] + [0] * 4, "decode_rows": rows}
+    works = [
+        LoraWork(**{k: jnp.asarray(v) for k, v in build_lora_work(s.token_adapter, w, nd, nt, lp, **sizes).items()})
+        for w in adapters
+    ]
+    keys = jax.random.split(jax.random.key(0), 3)
+    elems = PAGE_TOKENS * 2 * s.kv
+    pool = jnp.stack([_weights(k, n_pages, elems) for k in jax.random.split(keys[0], LAYERS)])
+    x = jax.random.normal(keys[1], (s.tokens, s.d_model), jnp.bfloat16)
+    y = jax.random.normal(keys[2], (s.tokens, sum(s.out_dims)), jnp.bfloat16) * jnp.bfloat16(0.1)
+    return Data(x, y, pool, works, adapters)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _weights(key: jax.Array, n_pages: int, elems: int) -> jax.Array:
+    return jax.random.normal(key, (n_pages, elems), jnp.bfloat16) * jnp.bfloat16(0.02)
+
+
+def apply(s: Setting, data: Data, i: int, y: jax.Array, x: jax.Array, pool: jax.Array, works: list[LoraWork], **kw: Any) -> jax.Array:
+    return apply_lora(
+        x, y, pool, i % LAYERS, works[i // LAYERS % len(works)],
+        modules=(0, 1, 2), in_dim=s.d_model, out_dims=s.out_dims, chunk_width=W, **kw,
+    )  # fmt: skip
+
+
+def reference(s: Setting, data: Data, layer: int) -> jax.Array:
+    """x A^T B in float32 of the first set of adapters, by gathering every token's weights."""
+    chunks = data.pool[layer].reshape(-1, 8, W)
+    (a, b), out = s.chunks, jnp.zeros(data.y.shape, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        for rank in sorted(set(s.rank_of)):
+            tokens = np.flatnonzero(np.array(s.rank_of)[s.token_adapter] == rank)
+            for part in np.array_split(tokens, -(-len(tokens) * rank // 4096)):
+                column = 0
+                for m, n in enumerate(b):
+                    sides = []
+                    for side, width in ((2, a), (3, n)):
+                        rows = np.array(
+                            [
+                                [pages[c // s.per_page] * s.per_page + c % s.per_page
+                                 for c in range(blocks[side][m], blocks[side][m] + rank // 8 * width)]
+                                for blocks in (data.adapters[0][t] for t in s.token_adapter[part])
+                                for pages in blocks[:1]
+                            ]
+                        )  # fmt: skip
+                        w = chunks[rows].reshape(len(part), rank // 8, width, 8, W).swapaxes(2, 3)
+                        sides.append(w.reshape(len(part), rank, width * W).astype(jnp.float32))
+                    h = jnp.einsum("td,trd->tr", data.x[part].astype(jnp.float32), sides[0])
+                    out = out.at[part, column : column + n * W].add(jnp.einsum("tr,trd->td", h, sides[1]))
+                    column += n * W
+    return out
+
+
+def measure(s: Setting, ceilings: Ceilings, variants: dict[str, Any]) -> Measurement:
+    data = make(s)
+    once = jax.jit(lambda y, x, pool, works: apply(s, data, LAYERS - 1, y, x, pool, works, **variants))
+    got = once(data.y, data.x, data.pool, data.works).astype(jnp.float32) - data.y.astype(jnp.float32)
+    want = reference(s, data, LAYERS - 1)
+    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    assert error < 0.02, f"relative error of what is added {error:.3g}"
+    calls = max(32, 2 * LAYERS * len(data.works)) if len(data.works) < 8 else LAYERS * len(data.works)
+    step = functools.partial(_step, s, data, variants)
+    us = 1e6 * seconds_per_call(step, data.y, data.x, data.pool, data.works, calls=min(calls, 128))
+    moved = s.weight_bytes + s.prompt * s.tokens * 2 * (s.d_model + 2 * sum(s.out_dims))
+    return Measurement(
+        us, {"tb_s": round(moved / us / 1e6, 3), "of_copy": round(moved / us * 1e6 / ceilings.copy, 3),
+             "mb": round(moved / 1e6, 1), "error": round(error, 5)}
+    )  # fmt: skip
+
+
+def _step(s: Setting, data: Data, variants: dict[str, Any], i: int, y: jax.Array, *args: Any) -> jax.Array:
+    return apply(s, data, i, y, *args, **variants)
+
+
+def case(s: Setting, **variants: Any) -> Case:
+    described = {
+        "tokens": s.tokens, "distinct": s.distinct, "ranks": "/".join(map(str, s.ranks)), "d_model": s.d_model,
+        "kv": s.kv, "modules": "q,k,v",
+    }  # fmt: skip
+    return Case(
+        bench="lora_prefill" if s.prompt else "lora_decode",
+        case=described | variants,
+        unit="us",
+        run=functools.partial(measure, s, variants=variants),
+    )
+
+
+MIXED = (64, 32, 16, 8)
+MHA = [(256, 256, (16,)), (256, 256, MIXED), (256, 256, (8,)), (256, 256, (64,)), (256, 32, (16,)), (256, 1, (16,)),
+       (64, 64, (16,)), (16, 16, (16,)), (1, 1, (64,))]  # fmt: skip
+CASES = [
+    *(case(Setting(*shape, 4096, 4096)) for shape in MHA),
+    *(case(Setting(*shape, 4096, 1024)) for shape in ((256, 256, (16,)), (256, 256, MIXED))),
+    case(Setting(256, 256, (16,), 5120, 5120)),
+    case(Setting(2048, 8, (16,), 4096, 4096, prompt=True)),
+    case(Setting(2048, 8, MIXED, 4096, 1024, prompt=True)),
+]
+if os.environ.get("LORA_VARIANTS"):  # what the defaults were chosen from
+    CASES = [
+        *(case(Setting(256, 256, r, 4096, 4096), stages=n, split=k)
+          for r in ((16,), (8,), MIXED) for n, k in ((2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2))),
+        *(case(Setting(*shape, 4096, 4096), stages=n, split=k)
+          for shape in ((256, 32, (16,)), (256, 1, (16,)), (16, 16, (16,))) for n in (2, 3) for k in (1, 2, 4, 8)),
+        *(case(Setting(2048, 8, (16,), 4096, 4096, prompt=True), stages=n) for n in (2, 3)),
+    ]  # fmt: skip

@@ -1,0 +1,208 @@
+"""The host's work list for the Mosaic LoRA kernels: which blocks of rank rows meet which tokens.
+
+An *item* is what one thread block computes: up to 8 rank blocks (64 rank rows) of one adapter, of the modules
+that share an input (a *group* of modules: q,k,v; o; gate,up; down), for some tokens of one window of rows:
+
+- a decode item has a window of 8 rows and any set of its tokens;
+- a tile has a window of 64 rows and one run of its tokens, for prompts.
+
+Windows begin at multiples of 8 rows, because that is how TMA addresses swizzled tiles. Sort a batch's decode rows by
+adapter where possible: an adapter's weights are then read by the fewest items. Ranks are never padded to
+another adapter's; what an adapter lacks and tokens without adapter get no item.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+MODULE_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # q k v; o; gate up; down: those that share an input
+RANK_BLOCK = 8  # rank rows of a block
+SLOTS = 8  # rank blocks of an item: 64 rows, one wgmma tile
+WINDOW, TILE = 8, 64  # rows of a decode item and of a tile
+MIN_RUN = 24  # tokens of one adapter in a row from which tiles are faster than decode items
+FIELDS = 13
+
+# Of an item: its window's first row; a decode item's tokens as bits, or a tile's first token and end, counted
+# from it; where each module's blocks end among the item's (3); where the adapter's page list begins; by
+# module, the chunk where block 0 would begin if the item's blocks were all of that module, of A (3), of B (3).
+ROW, FIRST, END, ENDS, PAGES, A, B = 0, 1, 2, 3, 6, 7, 10
+
+# Of an adapter: its pages; then by module (0 where not targeted): rank blocks, first chunk of A, of B.
+AdapterBlocks = tuple[np.ndarray | Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoraWork:
+    """A batch's items, built by `build_lora_work`; all int32. Items of no blocks are padding."""
+
+    decode: jax.Array  # [4, nd, FIELDS] decode items of each group of modules
+    tiles: jax.Array  # [4, nt, FIELDS]
+    pages: jax.Array  # [lp] page lists of the batch's adapters, one after another
+
+
+@dataclasses.dataclass(frozen=True)
+class _Windows:
+    """Which adapter's tokens lie in which windows: one row each, before rank blocks are dealt out."""
+
+    adapter: np.ndarray  # [n]
+    row: np.ndarray  # [n]
+    first: np.ndarray  # [n]
+    end: np.ndarray  # [n]
+
+
+def lora_work_needed(
+    token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], decode_rows: int | None = None
+) -> tuple[int, int, int]:
+    """The smallest (nd, nt, lp) that hold this batch; see build_lora_work."""
+    decode, tiles = _windows(np.asarray(token_adapter, np.int32), len(adapters), decode_rows)
+    counts = np.zeros((len(adapters) + 1, len(MODULE_GROUPS)), np.int64)
+    for i, (_, blocks, _, _) in enumerate(adapters):
+        counts[i] = _item_counts(tuple(blocks))
+    nd, nt = (int(counts[w.adapter].sum(0).max(initial=0)) for w in (decode, tiles))
+    return nd, nt, sum(len(a[0]) for a in adapters)
+
+
+def build_lora_work(
+    token_adapter: np.ndarray,
+    adapters: Sequence[AdapterBlocks],
+    nd: int,
+    nt: int,
+    lp: int,
+    *,
+    a_chunks: Sequence[int],
+    b_chunks: Sequence[int],
+    decode_rows: int | None = None,
+) -> dict[str, np.ndarray]:
+    """The fields of LoraWork as int32 arrays, padded to nd decode items and nt tiles a group and lp pages.
+
+    `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]: chunks in one
+    block of A and of B by module. The first `decode_rows` tokens (default: all) never become tiles, so that a step without
+    prompts has nt = 0. Raises ValueError where nd, nt or lp is too small, or an index has no adapter.
+    """
+    token_adapter = np.asarray(token_adapter, np.int32)
+    if token_adapter.max(initial=-1) >= len(adapters):
+        raise ValueError(f"token_adapter names adapter {token_adapter.max()} of {len(adapters)}")
+    out = {
+        "decode": np.zeros((len(MODULE_GROUPS), nd, FIELDS), np.int32),
+        "tiles": np.zeros((len(MODULE_GROUPS), nt, FIELDS), np.int32),
+        "pages": np.zeros(lp, np.int32),
+    }
+    lengths = np.array([len(a[0]) for a in adapters], np.int64)
+    if lengths.sum() > lp:
+        raise ValueError(f"lp={lp} is too small: the adapters of this batch have {lengths.sum()} pages")
+    if not adapters:
+        return out
+    out["pages"][: lengths.sum()] = np.concatenate([a[0] for a in adapters])
+    page_base = np.cumsum(lengths) - lengths
+    sizes = (tuple(a_chunks), tuple(b_chunks))
+    plans = [_adapter_items(tuple(b), tuple(a0), tuple(b0), *sizes) for _, b, a0, b0 in adapters]
+    windows = _windows(token_adapter, len(adapters), decode_rows)
+    for group in range(len(MODULE_GROUPS)):
+        tables = [plan[group] for plan in plans]
+        counts = np.array([len(table) for table in tables])
+        table, start = np.concatenate(tables), np.cumsum(counts) - counts
+        for name, limit, window in (("decode", nd, windows[0]), ("tiles", nt, windows[1])):
+            times = counts[window.adapter]
+            if times.sum() > limit:
+                raise ValueError(f"{'nd' if name == 'decode' else 'nt'}={limit} is too small: need {times.sum()}")
+            which = np.repeat(np.arange(len(times)), times)
+            nth = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
+            adapter = window.adapter[which]
+            rows = table[start[adapter] + nth]
+            place = np.argsort(-rows[:, 2], kind="stable")  # the largest first: the last to finish are small
+            items = out[name][group, : len(which)]
+            items[:, ROW], items[:, FIRST] = window.row[which][place], window.first[which][place]
+            items[:, END], items[:, PAGES] = window.end[which][place], page_base[adapter][place]
+            items[:, ENDS : ENDS + 3], items[:, A : A + 6] = rows[place, :3], rows[place, 3:]
+    return out
+
+
+def _windows(
+    token_adapter: np.ndarray, n_adapters: int, decode_rows: int | None
+) -> tuple[_Windows, _Windows]:
+    """(decode windows, tiles) of a batch."""
+    total = len(token_adapter)
+    border = total if decode_rows is None else min(decode_rows, total)
+    edge = np.flatnonzero(np.diff(token_adapter, prepend=-2))
+    edge = np.unique(np.append(edge, border)) if border < total else edge
+    start, end = edge, np.append(edge[1:], total)
+    long = (start >= border) & (end - start >= MIN_RUN) & (token_adapter[start] >= 0)
+    start, end = start[long], end[long]
+    first = start // WINDOW * WINDOW
+    count = -(-(end - first) // TILE)
+    run = np.repeat(np.arange(len(start)), count)
+    row = first[run] + TILE * (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count))
+    tiles = _Windows(
+        token_adapter[start][run], row, np.maximum(start[run] - row, 0), np.minimum(end[run] - row, TILE)
+    )
+
+    left = token_adapter.copy()
+    for s, e in zip(start, end, strict=True):
+        left[s:e] = -1
+    token = np.flatnonzero(left >= 0)
+    key, inverse = np.unique(token // WINDOW * n_adapters + left[token], return_inverse=True)
+    bits = np.bincount(inverse, weights=1 << (token % WINDOW), minlength=len(key)).astype(np.int64)
+    order = np.argsort(key % max(n_adapters, 1), kind="stable")  # items of one adapter side by side: L2
+    key, bits = key[order], bits[order]
+    window, adapter = np.divmod(key, max(n_adapters, 1))
+    return _Windows(adapter, window * WINDOW, bits, np.zeros_like(bits)), tiles
+
+
+@functools.lru_cache(maxsize=4096)
+def _deal(blocks: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]:
+    """Of each group, its items; of an item, (module, its first block, end) of each module it has blocks of.
+
+    A module of at most 8 blocks is never split, so that one item alone adds to its outputs.
+    """
+    groups = []
+    for group in MODULE_GROUPS:
+        items: list[list[tuple[int, int, int]]] = []
+        room = 0
+        for module in group:
+            for at in range(0, blocks[module], SLOTS):
+                size = min(SLOTS, blocks[module] - at)
+                if size > room:
+                    items.append([])
+                    room = SLOTS
+                items[-1].append((module, at, at + size))
+                room -= size
+        groups.append(tuple(tuple(item) for item in items))
+    return tuple(groups)
+
+
+@functools.lru_cache(maxsize=4096)
+def _item_counts(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(len(items) for items in _deal(blocks))
+
+
+@functools.lru_cache(maxsize=4096)
+def _adapter_items(
+    blocks: tuple[int, ...],
+    a_start: tuple[int, ...],
+    b_start: tuple[int, ...],
+    a_chunks: tuple[int, ...],
+    b_chunks: tuple[int, ...],
+) -> tuple[np.ndarray, ...]:
+    """Of each group of modules, its items' fields that do not depend on the batch: int32 [items, 9].
+
+    Three ends, then by module where its block 0 would begin, of A and of B.
+    """
+    tables = []
+    for group, items in zip(MODULE_GROUPS, _deal(blocks), strict=True):
+        table = np.zeros((len(items), 9), np.int32)
+        for row, item in zip(table, items, strict=True):
+            used = 0
+            for module, first, end in item:
+                m = group.index(module)
+                row[3 + m] = a_start[module] + (first - used) * a_chunks[module]
+                row[6 + m] = b_start[module] + (first - used) * b_chunks[module]
+                used += end - first
+                row[m:3] = used
+        tables.append(table)
+    return tuple(tables)

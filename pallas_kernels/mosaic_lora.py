@@ -1,0 +1,566 @@
+"""Batched LoRA of mixed adapters and ranks for Hopper and newer, over rank blocks held in the page pool.
+
+Written with Pallas' Mosaic GPU backend. `lora_work` says what an item is; each is a thread block here, of one
+warpgroup. Weights reach shared memory as TMA copies of chunks `[8, W]`, 4 KiB at W=256, two or three steps
+ahead of the tensor cores. A step of the shrink multiplies all rank rows with one chunk of columns; a step of the
+expand multiplies all rank rows with one chunk of each module's output columns, and the TMA adds the result
+to y in memory, so that y is never read and rows that no adapter touches cost nothing.
+
+Decode items put the weights on wgmma's long side (64 rank rows by 8 tokens), tiles the tokens (64 tokens by 64
+rank rows). With many decode items one launch does both halves, the expand's weights already under way while
+the shrink ends; with few, and for tiles, the columns are split over more thread blocks and the intermediate
+`h` passes through memory between two launches.
+
+Letters: `t` token, `r` rank row of an item's 64, `w` column of a chunk, `m` module of the launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from slora_jax.pallas_kernels.lora_work import (
+    END,
+    ENDS,
+    FIRST,
+    MODULE_GROUPS,
+    PAGES,
+    RANK_BLOCK,
+    ROW,
+    SLOTS,
+    TILE,
+    WINDOW,
+    A,
+    B,
+    LoraWork,
+)
+
+RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
+SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes
+TARGET_BLOCKS = 132  # thread blocks that a launch should at least have: the SMs of an H100 or H200
+OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))
+ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # the same bytes, row by row
+Phase = Literal["both", "shrink", "expand"]
+Ref = Any  # of Pallas; untyped there
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """What one launch is compiled for."""
+
+    group: int  # of modules, see lora_work.MODULE_GROUPS
+    in_dim: int
+    out_dims: tuple[int, ...]
+    width: int  # W
+    per_page: int  # chunks in a page
+    n_pages: int
+    stages: int = 2
+    interpret: Any = None
+
+    @property
+    def a_chunks(self) -> int:
+        return self.in_dim // self.width
+
+    @property
+    def b_chunks(self) -> tuple[int, ...]:
+        return tuple(n // self.width for n in self.out_dims)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """First column of each module in y."""
+        return tuple(sum(self.out_dims[:m]) for m in range(len(self.out_dims)))
+
+
+def apply_lora(
+    x: jax.Array,
+    y: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    work: LoraWork,
+    *,
+    modules: tuple[int, ...],
+    in_dim: int,
+    out_dims: tuple[int, ...],
+    chunk_width: int,
+    split: int | None = None,
+    stages: int = 2,
+    interpret: Any = None,
+) -> jax.Array:
+    """y[t] += (x[t] A_m^T) B_m of token t's own adapter, for modules m that read one x and are side by side in y.
+
+    x bf16 [t, in_dim]; y bf16 [t, sum(out_dims)], updated in place where XLA may; pool bf16 [n_layers, n_pages,
+    page_elems]; `modules` are numbers in the order q, k, v, o, gate, up, down and one of MODULE_GROUPS. The scaling is
+    part of B. Sums in float32; x A^T and the product with B are each rounded to bf16 once. `split` forces
+    over how many thread blocks a decode item's columns are divided, `stages` how many steps the copies run ahead.
+    Where t is no multiple of 8, x and y are padded, which copies them. Raises ValueError for shapes that the
+    kernels cannot do.
+    """
+    group = _check(x, y, pool, modules, in_dim, out_dims, chunk_width)
+    config = LoraConfig(
+        group=group,
+        in_dim=in_dim,
+        out_dims=out_dims,
+        width=chunk_width,
+        per_page=pool.shape[2] // (RANK_BLOCK * chunk_width),
+        n_pages=pool.shape[1],
+        stages=stages,
+        interpret=interpret,
+    )
+    return _apply(config, split, x, y, pool, jnp.asarray(layer, jnp.int32), work)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, not once a layer
+def _apply(
+    config: LoraConfig,
+    split: int | None,
+    x: jax.Array,
+    y: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    work: LoraWork,
+) -> jax.Array:
+    t, nd, nt = x.shape[0], work.decode.shape[1], work.tiles.shape[1]
+    if t == 0 or nd + nt == 0:
+        return y
+    if pad := -t % WINDOW:
+        x, y = (jnp.pad(a, ((0, pad), (0, 0))) for a in (x, y))
+    chunks = pool.reshape(-1, config.width)
+    rest = work.pages, layer.reshape(1)
+    y_ref = jax.new_ref(y)
+    if nd:
+        split = split or _split(nd, config, limit=TARGET_BLOCKS // 2)
+        if split == 1:
+            _decode_kernel(config, nd, 1, "both")(x, chunks, work.decode, *rest, y_ref)
+        else:
+            h = _decode_kernel(config, nd, split, "shrink")(x, chunks, work.decode, *rest)
+            _decode_kernel(config, nd, split, "expand")(h, chunks, work.decode, *rest, y_ref)
+    if nt:
+        split = _split(nt, config, limit=TARGET_BLOCKS)
+        h = _tile_shrink_kernel(config, nt, split)(x, chunks, work.tiles, *rest)
+        _tile_expand_kernel(config, nt, split)(h, chunks, work.tiles, *rest, y_ref)
+    return jax.freeze(y_ref)[:t]
+
+
+def _check(
+    x: jax.Array,
+    y: jax.Array,
+    pool: jax.Array,
+    modules: tuple[int, ...],
+    in_dim: int,
+    out_dims: tuple[int, ...],
+    width: int,
+) -> int:
+    """The number of the group of modules; raises ValueError for what the kernels cannot do."""
+    if modules not in MODULE_GROUPS:
+        raise ValueError(f"modules {modules} must be one of the groups that share an input: {MODULE_GROUPS}")
+    if x.shape[1:] != (in_dim,) or y.shape != (x.shape[0], sum(out_dims)) or len(out_dims) != len(modules):
+        raise ValueError(f"x {x.shape} and y {y.shape} do not fit in_dim {in_dim} and out_dims {out_dims}")
+    if any(a.dtype != jnp.bfloat16 for a in (x, y, pool)):
+        raise ValueError(f"the Mosaic LoRA kernels take bfloat16, got {x.dtype}, {y.dtype}, {pool.dtype}")
+    if width not in (64, 128, 256):
+        raise ValueError(
+            f"chunk_width {width} must be 64, 128 or 256 for the Mosaic LoRA kernels: every dimension of the model, "
+            "divided by tensor_parallel_size where it is split, must be a multiple of 64; use kernel_backend='xla'"
+        )
+    if any(n % width for n in (in_dim, *out_dims)) or pool.shape[2] % (RANK_BLOCK * width):
+        raise ValueError(f"chunk_width {width} must divide in_dim {in_dim}, out_dims {out_dims} and the page")
+    return MODULE_GROUPS.index(modules)
+
+
+def _split(items: int, config: LoraConfig, limit: int) -> int:
+    """Over how many thread blocks each item's columns are divided, so that about `limit` blocks run."""
+    most = min(config.a_chunks, max(config.b_chunks), 8)
+    return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= most and items * s <= 2 * limit and items < limit))
+
+
+class _Item:
+    """Scalars of the item at hand, read from memory once, and the copies of its rank blocks."""
+
+    def __init__(self, config: LoraConfig, items: Ref, pages: Ref, layer: Ref, index: jax.Array) -> None:
+        self.config, self._pages = config, pages
+        self.row = pl.multiple_of(items[config.group, index, ROW], WINDOW)
+        self.first, self.end = items[config.group, index, FIRST], items[config.group, index, END]
+        self.ends = [items[config.group, index, ENDS + m] for m in range(3)]
+        self.blocks = self.ends[2]
+        self._page_base = items[config.group, index, PAGES]
+        self._a = [items[config.group, index, A + m] for m in range(len(config.out_dims))]
+        self._b = [items[config.group, index, B + m] for m in range(len(config.out_dims))]
+        self._first_page = layer[0] * config.n_pages
+
+    def start(self, m: int) -> jax.Array | int:
+        """First block of module m."""
+        return self.ends[m - 1] if m else 0
+
+    def copy(self, chunks: Ref, dst: Ref, barrier: Ref, k: jax.Array, is_a: jax.Array | bool) -> None:
+        """Start copying chunk k of every block of A, or of B where it has one, to dst [64, W].
+
+        The barrier sees SLOTS arrivals in any case.
+        """
+        config = self.config
+        b_chunks = [jnp.int32(n) for n in config.b_chunks]
+        for block in range(SLOTS):
+            of_a = self._of_module(block, self._a) + block * config.a_chunks
+            of_b = self._of_module(block, [b + block * n for b, n in zip(self._b, config.b_chunks, strict=True)])
+            chunk = k + jnp.where(is_a, of_a, of_b)
+            exists = (block < self.blocks) & (is_a | (k < self._of_module(block, b_chunks)))
+
+            @pl.when(exists)
+            def _(chunk: jax.Array = chunk, block: int = block) -> None:
+                page = self._first_page + self._pages[self._page_base + lax.div(chunk, config.per_page)]
+                row = (page * config.per_page + lax.rem(chunk, config.per_page)) * RANK_BLOCK
+                source = chunks.at[pl.ds(pl.multiple_of(row, RANK_BLOCK), RANK_BLOCK)]
+                plgpu.copy_gmem_to_smem(source, dst.at[pl.ds(RANK_BLOCK * block, RANK_BLOCK)], barrier)
+
+            @pl.when(jnp.logical_not(exists))
+            def _() -> None:
+                plgpu.barrier_arrive(barrier)
+
+    def _of_module(self, block: int, values: list[jax.Array]) -> jax.Array:
+        """The value of the module that `block` belongs to."""
+        value = values[0]
+        for m in range(1, len(values)):
+            value = jnp.where(block >= self.ends[m - 1], values[m], value)
+        return value
+
+
+def _zero(w_s: Ref, stages: int) -> None:
+    """Clear the stages, so that rank rows that no copy fills are finite: wgmma multiplies them with zeros."""
+    for stage in range(stages):
+        w_s[stage] = plgpu.layout_cast(jnp.zeros(w_s.shape[1:], w_s.dtype), plgpu.Layout.WGMMA)
+
+
+def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _accumulate(shape: tuple[int, int], body: Callable[[Ref], None]) -> jax.Array:
+    """The f32 accumulator of a wgmma after body."""
+
+    def scope(acc: Ref) -> jax.Array:
+        body(acc)
+        return acc[...]  # type: ignore[no-any-return]
+
+    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))  # type: ignore[no-any-return]
+
+
+def _steps(chunks: int, part: jax.Array, split: int) -> jax.Array:
+    """How many of `chunks` fall to a part that takes every split-th."""
+    return lax.div(chunks - part + split - 1, split)
+
+
+def _kernel(body: Callable[..., None], config: LoraConfig, **kwargs: Any) -> Callable[..., Any]:
+    """plgpu.kernel over (item, part); bodies order their shared-memory accesses with commit_smem themselves."""
+    params = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    )
+    if config.interpret is not None:
+        kwargs["interpret"] = config.interpret
+    return plgpu.kernel(body, compiler_params=params, grid_names=("item", "part"), **kwargs)  # type: ignore[no-any-return]
+
+
+def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Callable[..., Any]:
+    """"both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand": h instead of x.
+
+    h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part.
+    """
+    n_modules, width, stages = len(config.out_dims), config.width, config.stages
+    tokens = WINDOW * n_modules
+
+    def decode(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, scratch: dict[str, Ref]) -> None:
+        index, part = lax.axis_index("item"), lax.axis_index("part")
+        item = _Item(config, items, pages, layer, index)
+        w_s, bars = scratch["w_s"], scratch["bars_s"]
+        no_steps = part * 0
+        shrinks = no_steps if phase == "expand" else _steps(config.a_chunks, part, split)
+        expands = no_steps if phase == "shrink" else _steps(max(config.b_chunks), part, split)
+        total = shrinks + expands
+
+        def issue(step: jax.Array) -> None:
+            stage, is_a = lax.rem(step, stages), step < shrinks
+            k = part + split * jnp.where(is_a, step, step - shrinks)
+            item.copy(chunks, w_s.at[stage], bars.at[stage], k, is_a)
+            if phase == "expand":
+                return
+
+            @pl.when(is_a)
+            def _() -> None:
+                source = x.at[pl.ds(item.row, WINDOW), pl.ds(pl.multiple_of(k * width, width), width)]
+                plgpu.copy_gmem_to_smem(source, scratch["x_s"].at[stage], bars.at[stage])
+
+            @pl.when(jnp.logical_not(is_a))
+            def _() -> None:
+                plgpu.barrier_arrive(bars.at[stage])
+
+        def next_step(step: jax.Array) -> None:
+            @pl.when(step + stages < total)
+            def _() -> None:
+                plgpu.commit_smem()  # every warp has read the stage that is filled anew
+                issue(step + stages)
+
+        def shrink() -> jax.Array:
+            def steps(acc: Ref) -> None:
+                def step(i: jax.Array, _: None) -> None:
+                    stage = lax.rem(i, stages)
+                    plgpu.barrier_wait(bars.at[stage])
+                    plgpu.wgmma(acc, w_s.at[stage], scratch["x_s"].at[stage].T)
+                    plgpu.wgmma_wait(0)
+                    next_step(i)
+
+                lax.fori_loop(0, shrinks, step, None)
+
+            return _accumulate((RANKS, WINDOW), steps)
+
+        def expand(h: jax.Array, y: Ref) -> None:
+            h_s, d_s = scratch["h_s"], scratch["d_s"]
+            r = _iota((RANKS, WINDOW), 0)
+            for m in range(n_modules):
+                mine = (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
+                h_s.at[pl.ds(WINDOW * m, WINDOW)].T[...] = jnp.where(mine, h, 0.0).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+
+            def step(i: jax.Array, _: None) -> None:
+                stage, k = lax.rem(i, stages), part + split * (i - shrinks)
+                plgpu.barrier_wait(bars.at[stage])
+                deltas = []
+                for c in range(width // SWIZZLE):
+                    w = w_s.at[stage, :, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
+                    deltas.append(_accumulate((SWIZZLE, tokens), functools.partial(plgpu.wgmma, a=w.T, b=h_s.T)))
+                next_step(i)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for c, delta in enumerate(deltas):
+                    d_s.at[pl.ds(tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                for m in range(n_modules):
+
+                    @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]))
+                    def _(m: int = m) -> None:
+                        _add_rows(m, k, y)
+
+                plgpu.commit_smem_to_gmem_group()
+
+            def _add_rows(m: int, k: jax.Array, y: Ref) -> None:
+                def add_row(t: jax.Array, _: None) -> None:
+                    @pl.when(lax.rem(lax.shift_right_logical(item.first, t), 2) == 1)
+                    def _() -> None:
+                        for c in range(width // SWIZZLE):
+                            column = pl.multiple_of(config.columns[m] + k * width + SWIZZLE * c, SWIZZLE)
+                            source = d_s.at[pl.ds(tokens * c + WINDOW * m + t, 1)]
+                            target = y.at[pl.ds(item.row + t, 1), pl.ds(column, SWIZZLE)]
+                            _add(source, target, config)
+
+                lax.fori_loop(0, WINDOW, add_row, None)
+
+            lax.fori_loop(shrinks, total, step, None)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(item.blocks > 0)
+        def _() -> None:
+            if phase != "shrink":
+
+                @pl.when((item.blocks < SLOTS) | _may_start_empty(config, phase))
+                def _() -> None:
+                    _zero(w_s, stages)
+
+                plgpu.commit_smem()
+            for step in range(stages):
+
+                @pl.when(step < total)
+                def _(step: int = step) -> None:
+                    issue(jnp.int32(step))
+
+            if phase == "expand":
+                h = _sum_parts(x, split, pl.ds(index * RANKS, RANKS))
+            else:
+                h = shrink()
+            if phase == "shrink":
+                out[part, pl.ds(index * RANKS, RANKS)] = h
+            else:
+                expand(h, out)
+
+    bf16 = jnp.bfloat16
+    scratch = {
+        "w_s": plgpu.SMEM((stages, RANKS, width), bf16, transforms=OPERAND),
+        "bars_s": plgpu.Barrier(num_arrivals=SLOTS + (phase != "expand"), num_barriers=stages),
+    }
+    if phase != "expand":
+        scratch["x_s"] = plgpu.SMEM((stages, WINDOW, width), bf16, transforms=OPERAND)
+    if phase != "shrink":
+        scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
+        scratch["d_s"] = plgpu.SMEM((tokens * width // SWIZZLE, SWIZZLE), bf16, transforms=ROWS)  # (w/64, m, t), w
+    out_type = jax.ShapeDtypeStruct((split, nd * RANKS, WINDOW), jnp.float32) if phase == "shrink" else ()
+
+    def body(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, **scratch: Ref) -> None:
+        decode(x, chunks, items, pages, layer, out, scratch)
+
+    body.__name__ = f"lora_decode_{phase}"
+    return _kernel(body, config, out_type=out_type, grid=(nd, split), scratch_types=scratch)
+
+
+def _may_start_empty(config: LoraConfig, phase: Phase) -> bool:
+    """Whether a stage may be multiplied before a copy has filled every block of the item once."""
+    uneven = min(config.b_chunks) != max(config.b_chunks)
+    return uneven and (phase == "expand" or config.a_chunks < config.stages)
+
+
+def _sum_parts(h: Ref, split: int, rows: Any) -> jax.Array:
+    """The sum over parts of h[part, rows], in wgmma's layout."""
+    parts = [
+        plgpu.load(h.at[part, rows], layout=plgpu.Layout.WGMMA, optimized=False) for part in range(split)
+    ]
+    return functools.reduce(jnp.add, parts)
+
+
+def _add(source: Ref, target: Ref, config: LoraConfig) -> None:
+    """target (memory) += source (shared memory), by the TMA; the group is committed by the caller."""
+    if config.interpret is None:
+        plgpu.copy_smem_to_gmem(source, target, commit_group=False, reduction_op="add")
+    else:  # the interpreter has no reducing copies
+        target[...] = target[...] + source[...]
+
+
+def _tile_shrink_kernel(config: LoraConfig, nt: int, split: int) -> Callable[..., Any]:
+    """(x, chunks, items, pages, layer) -> h f32 [split, nt * 64, 64]: t by r of each tile, a summand a part."""
+    width, stages = config.width, config.stages
+
+    def lora_tile_shrink(
+        x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, h: Ref, x_s: Ref, w_s: Ref, bars: Ref
+    ) -> None:
+        index, part = lax.axis_index("item"), lax.axis_index("part")
+        item = _Item(config, items, pages, layer, index)
+        total = _steps(config.a_chunks, part, split)
+
+        def issue(step: jax.Array) -> None:
+            stage, k = lax.rem(step, stages), part + split * step
+            source = x.at[pl.ds(item.row, TILE), pl.ds(pl.multiple_of(k * width, width), width)]
+            plgpu.copy_gmem_to_smem(source, x_s.at[stage], bars.at[stage])
+            item.copy(chunks, w_s.at[stage], bars.at[stage], k, True)
+
+        def steps(acc: Ref) -> None:
+            def step(i: jax.Array, _: None) -> None:
+                stage = lax.rem(i, stages)
+                plgpu.barrier_wait(bars.at[stage])
+                plgpu.wgmma(acc, x_s.at[stage], w_s.at[stage].T)
+                plgpu.wgmma_wait(0)
+
+                @pl.when(i + stages < total)
+                def _() -> None:
+                    plgpu.commit_smem()
+                    issue(i + stages)
+
+            lax.fori_loop(0, total, step, None)
+
+        @pl.when(item.blocks > 0)
+        def _() -> None:
+            for step in range(stages):
+
+                @pl.when(step < total)
+                def _(step: int = step) -> None:
+                    issue(jnp.int32(step))
+
+            h[part, pl.ds(index * TILE, TILE)] = _accumulate((TILE, RANKS), steps)
+
+    return _kernel(
+        lora_tile_shrink,
+        config,
+        out_type=jax.ShapeDtypeStruct((split, nt * TILE, RANKS), jnp.float32),
+        grid=(nt, split),
+        scratch_types=[
+            plgpu.SMEM((stages, TILE, width), jnp.bfloat16, transforms=OPERAND),
+            plgpu.SMEM((stages, RANKS, width), jnp.bfloat16, transforms=OPERAND),
+            plgpu.Barrier(num_arrivals=SLOTS + 1, num_barriers=stages),
+        ],
+    )
+
+
+def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[..., Any]:
+    """(h of the shrink, chunks, items, pages, layer, y ref): adds h B to y."""
+    n_modules, width, stages = len(config.out_dims), config.width, config.stages
+
+    def lora_tile_expand(
+        h: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, y: Ref, w_s: Ref, h_s: Ref, d_s: Ref, bars: Ref
+    ) -> None:
+        index, part = lax.axis_index("item"), lax.axis_index("part")
+        item = _Item(config, items, pages, layer, index)
+        total = _steps(max(config.b_chunks), part, split)
+
+        def issue(step: jax.Array) -> None:
+            stage = lax.rem(step, stages)
+            item.copy(chunks, w_s.at[stage], bars.at[stage], part + split * step, False)
+
+        def write_h() -> None:
+            """Each module's own rank rows, of the tile's own tokens, zero elsewhere."""
+            values = _sum_parts(h, split, pl.ds(index * TILE, TILE))
+            t, r = (_iota((TILE, RANKS), axis) for axis in (0, 1))
+            own = (t >= item.first) & (t < item.end)
+            for m in range(n_modules):
+                mine = own & (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
+                h_s[m] = jnp.where(mine, values, 0.0).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+
+        def step(i: jax.Array, _: None) -> None:
+            stage, k = lax.rem(i, stages), part + split * i
+            plgpu.barrier_wait(bars.at[stage])
+            for m in range(n_modules):
+
+                @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]))
+                def _(m: int = m) -> None:
+                    delta = _accumulate((TILE, width), functools.partial(plgpu.wgmma, a=h_s.at[m], b=w_s.at[stage]))
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    d_s[...] = delta.astype(jnp.bfloat16)
+                    plgpu.commit_smem()
+                    column = pl.multiple_of(config.columns[m] + k * width, width)
+                    _add_tile(column)
+
+            @pl.when(i + stages < total)
+            def _() -> None:
+                plgpu.commit_smem()
+                issue(i + stages)
+
+        def _add_tile(column: jax.Array) -> None:
+            if config.interpret is None:  # rows of other tokens get zeros added, rows past the end are dropped
+                _add(d_s, y.at[pl.ds(item.row, TILE), pl.ds(column, width)], config)
+                plgpu.commit_smem_to_gmem_group()
+                return
+
+            def add_row(t: jax.Array, _: None) -> None:
+                _add(d_s.at[pl.ds(t, 1)], y.at[pl.ds(item.row + t, 1), pl.ds(column, width)], config)
+
+            lax.fori_loop(item.first, item.end, add_row, None)
+
+        @pl.when(item.blocks > 0)
+        def _() -> None:
+            @pl.when((item.blocks < SLOTS) | _may_start_empty(config, "expand"))
+            def _() -> None:
+                _zero(w_s, stages)
+
+            plgpu.commit_smem()
+            for step_ in range(stages):
+
+                @pl.when(step_ < total)
+                def _(step_: int = step_) -> None:
+                    issue(jnp.int32(step_))
+
+            write_h()
+            lax.fori_loop(0, total, step, None)
+            plgpu.wait_smem_to_gmem(0)
+
+    return _kernel(
+        lora_tile_expand,
+        config,
+        out_type=(),
+        grid=(nt, split),
+        scratch_types=[
+            plgpu.SMEM((stages, RANKS, width), jnp.bfloat16, transforms=OPERAND),
+            plgpu.SMEM((n_modules, TILE, RANKS), jnp.bfloat16, transforms=OPERAND),
+            plgpu.SMEM((TILE, width), jnp.bfloat16, transforms=OPERAND),
+            plgpu.Barrier(num_arrivals=SLOTS, num_barriers=stages),
+        ],
+    )

@@ -1,0 +1,219 @@
+"""The Mosaic LoRA kernels in the GPU interpreter, races detected, against one dense x A^T B a token in float32 NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from slora_jax.pallas_kernels import lora_work
+from slora_jax.pallas_kernels.lora_work import LoraWork, build_lora_work, lora_work_needed
+from slora_jax.pallas_kernels.mosaic_lora import apply_lora
+
+W, PER_PAGE, LAYERS, LAYER, N_PAGES = 64, 3, 2, 1, 64
+IN = (128, 128, 128, 64, 128, 128, 192)  # q, k, v, o, gate, up, down
+OUT = (128, 64, 64, 128, 192, 192, 128)
+A_CHUNKS, B_CHUNKS = [n // W for n in IN], [n // W for n in OUT]
+QKV, O, GATE_UP, DOWN = lora_work.MODULE_GROUPS
+
+
+@pytest.fixture(autouse=True)
+def _reset_interpreter() -> Iterator[None]:
+    """A failure in the interpreter must not stay in its state."""
+    yield
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
+
+    reset_gpu_interpret_mode_state()
+
+
+@dataclasses.dataclass
+class Adapters:
+    """Adapters of the given ranks by module, in shuffled pages of a pool whose unused pages are NaN."""
+
+    pool: jax.Array
+    blocks: list[lora_work.AdapterBlocks]
+    a: list[dict[int, np.ndarray]]  # an adapter: module -> [rank, in]
+    b: list[dict[int, np.ndarray]]  # an adapter: module -> [rank, out]
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float32)
+
+
+def pack(rng: np.random.Generator, ranks: list[dict[int, int]]) -> Adapters:
+    free = list(rng.permutation(np.arange(1, N_PAGES)))
+    pool = np.full((LAYERS, N_PAGES, PER_PAGE, 8, W), np.nan, np.float32)
+    data = Adapters(jnp.zeros(0), [], [], [])
+    for modules in ranks:
+        a: dict[int, np.ndarray] = {}
+        b: dict[int, np.ndarray] = {}
+        chunks: list[np.ndarray] = []
+        starts = {"a": [0] * 7, "b": [0] * 7}
+        count = [0] * 7
+        for module, rank in sorted(modules.items()):
+            count[module] = -(-rank // 8)
+            for side, dense, width in (("a", a, IN[module]), ("b", b, OUT[module])):
+                dense[module] = bf16(rng.standard_normal((rank, width)) / np.sqrt(width if side == "a" else rank))
+                starts[side][module] = len(chunks)
+                padded = np.zeros((count[module] * 8, width), np.float32)
+                padded[:rank] = dense[module]
+                chunks += [
+                    padded[8 * n : 8 * n + 8, c * W : c * W + W] for n in range(count[module]) for c in range(width // W)
+                ]
+        pages = [int(free.pop()) for _ in range(-(-len(chunks) // PER_PAGE))]
+        for c, chunk in enumerate(chunks):
+            pool[LAYER, pages[c // PER_PAGE], c % PER_PAGE] = chunk
+        data.blocks.append((np.array(pages, np.int32), count, starts["a"], starts["b"]))
+        data.a.append(a)
+        data.b.append(b)
+    data.pool = jnp.asarray(pool.reshape(LAYERS, N_PAGES, -1), jnp.bfloat16)
+    return data
+
+
+@functools.partial(jax.jit, static_argnames=("group", "split"))
+def run(
+    x: jax.Array, y: jax.Array, pool: jax.Array, work: LoraWork, *, group: tuple[int, ...], split: int | None
+) -> jax.Array:
+    return apply_lora(
+        x,
+        y,
+        pool,
+        jnp.int32(LAYER),
+        work,
+        modules=group,
+        in_dim=IN[group[0]],
+        out_dims=tuple(OUT[m] for m in group),
+        chunk_width=W,
+        split=split,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+
+
+def check(
+    rng: np.random.Generator,
+    data: Adapters,
+    token_adapter: np.ndarray,
+    group: tuple[int, ...] = QKV,
+    *,
+    split: int | None = 1,
+    decode_rows: int | None = None,
+    spare: int = 1,
+) -> None:
+    """The group's outputs equal y + x A^T B of each token's adapter, one token at a time."""
+    nd, nt, lp = lora_work_needed(token_adapter, data.blocks, decode_rows)
+    nd, nt = nd + spare if nd else 0, nt + spare if nt else 0
+    host = build_lora_work(
+        token_adapter, data.blocks, nd, nt, lp + 1, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=decode_rows
+    )
+    work = LoraWork(**{name: jnp.asarray(array) for name, array in host.items()})
+    outs = [OUT[m] for m in group]
+    x = bf16(rng.standard_normal((len(token_adapter), IN[group[0]])))
+    y = bf16(rng.standard_normal((len(token_adapter), sum(outs))))
+    want = y.copy()
+    for t, adapter in enumerate(token_adapter):
+        column = 0
+        for m in group:
+            if adapter >= 0 and m in data.a[adapter]:
+                want[t, column : column + OUT[m]] += x[t] @ data.a[adapter][m].T @ data.b[adapter][m]
+            column += OUT[m]
+    as_bf16 = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
+    got = np.asarray(run(as_bf16(x), as_bf16(y), data.pool, work, group=group, split=split), np.float32)
+    # Two roundings of what is added and one of the sum, each at most 2^-8 of its value.
+    np.testing.assert_allclose(got, want, rtol=2**-8, atol=2**-6 * np.abs(want - y).max())
+    untouched = want == y
+    np.testing.assert_array_equal(got[untouched], y[untouched])
+
+
+def test_mixed_ranks_absent_modules_base_tokens() -> None:
+    rng = np.random.default_rng(0)
+    data = pack(rng, [{0: 8, 1: 16, 2: 4}, {1: 33}, {0: 12, 2: 8}])
+    check(rng, data, np.array([0, -1, 1, 1, 2, 0, -1, -1, 2], np.int32))
+
+
+@pytest.mark.parametrize("split", [2, None])
+def test_split_over_thread_blocks(split: int | None) -> None:
+    rng = np.random.default_rng(1)
+    check(rng, pack(rng, [{0: 8, 1: 8}, {2: 16}]), np.array([0, 1, 1, -1, 0], np.int32), split=split)
+
+
+@pytest.mark.parametrize("group", [O, GATE_UP, DOWN])
+def test_every_group(group: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(2)
+    data = pack(rng, [{3: 8, 4: 8, 5: 16, 6: 8}, {5: 8, 6: 72}])
+    check(rng, data, np.array([1, 0, 0], np.int32), group)
+
+
+def test_tiles_of_prompts_beside_decodes() -> None:
+    rng = np.random.default_rng(3)
+    data = pack(rng, [{0: 8, 1: 16}, {2: 24}])
+    token_adapter = np.array([0, 1, -1] + [0] * 70 + [-1] * 2 + [1] * 26 + [0] * 3, np.int32)
+    check(rng, data, token_adapter, decode_rows=3)
+
+
+@pytest.mark.parametrize("kind", ["distinct", "zipf", "identical"])
+def test_popularity(kind: str) -> None:
+    rng = np.random.default_rng(4)
+    tokens = 12
+    drawn = {
+        "distinct": np.arange(tokens) % 6,
+        "zipf": np.minimum(rng.zipf(1.5, tokens), 4) - 1,
+        "identical": np.zeros(tokens, int),
+    }[kind]
+    data = pack(rng, [{0: 8}, {1: 8}, {2: 8}, {0: 8, 2: 8}, {}, {1: 16}])
+    check(rng, data, np.sort(drawn).astype(np.int32))
+
+
+def test_no_items_is_no_launch() -> None:
+    data = pack(np.random.default_rng(5), [])
+    work = LoraWork(jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32))
+    y = jnp.ones((3, 256), jnp.bfloat16)
+    assert run(jnp.ones((3, 128), jnp.bfloat16), y, data.pool, work, group=QKV, split=None) is not None
+
+
+def test_work_covers_every_token_once() -> None:
+    rng = np.random.default_rng(6)
+    for _ in range(50):
+        token_adapter = np.repeat(rng.integers(-1, 3, 12), rng.integers(1, 90, 12)).astype(np.int32)
+        adapters = [([1], [1] * 7, [0] * 7, [0] * 7)] * 3
+        rows = int(rng.integers(0, len(token_adapter)))
+        nd, nt, lp = lora_work_needed(token_adapter, adapters, rows)
+        host = build_lora_work(
+            token_adapter, adapters, nd, nt, lp, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=rows
+        )
+        seen = np.zeros(len(token_adapter), int)
+        for item in host["decode"][0]:
+            bits = [t for t in range(8) if item[1] >> t & 1]
+            seen[item[0] + bits] += 1
+            assert (token_adapter[item[0] + bits] == item[6]).all()  # one page each: page_base is the adapter
+        for item in host["tiles"][0]:
+            assert item[0] + item[1] >= rows
+            seen[item[0] + item[1] : item[0] + item[2]] += 1
+            assert (token_adapter[item[0] + item[1] : item[0] + item[2]] == item[6]).all()
+        np.testing.assert_array_equal(seen, token_adapter >= 0)
+
+
+def test_limits_are_told() -> None:
+    x, y = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((8, 256), jnp.bfloat16)
+    work = LoraWork(jnp.zeros((4, 1, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32))
+    pool = jnp.zeros((1, 1, 8 * W), jnp.bfloat16)
+    good = {"modules": QKV, "in_dim": 128, "out_dims": (128, 64, 64), "chunk_width": W}
+    for bad, word in (
+        ({"modules": (0, 1)}, "modules"),
+        ({"chunk_width": 32}, "chunk_width 32 must be 64, 128 or 256"),
+        ({"chunk_width": 128}, "must divide"),
+        ({"in_dim": 64}, "do not fit"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            apply_lora(x, y, pool, 0, work, **(good | bad))
+    with pytest.raises(ValueError, match="bfloat16"):
+        apply_lora(x.astype(jnp.float32), y, pool, 0, work, **good)
+    with pytest.raises(ValueError, match="nd=0 is too small"):
+        build_lora_work(
+            np.zeros(1, np.int32), [([1], [1] * 7, [0] * 7, [0] * 7)], 0, 0, 1, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS
+        )

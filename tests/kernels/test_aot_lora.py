@@ -1,0 +1,61 @@
+"""The Mosaic LoRA kernels compiled for sm_90a: no spills, no copy of the pool, y in place. Needs the CUDA plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from slora_jax.pallas_kernels import aot
+from slora_jax.pallas_kernels.lora_work import FIELDS, MODULE_GROUPS, LoraWork
+from slora_jax.pallas_kernels.mosaic_lora import apply_lora
+
+pytestmark = pytest.mark.aot
+LAYERS, PAGES = 4, 1000
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("aot")
+    aot.prepare(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tokens", "nd", "nt", "in_dim", "out_dims", "width", "page_elems"),
+    [
+        (256, 256, 0, 4096, (4096, 4096, 4096), 256, 131072),  # Llama-2-7B, fused
+        (256, 32, 0, 4096, (4096, 4096, 4096), 256, 131072),  # split
+        (256, 256, 0, 4096, (4096, 1024, 1024), 256, 32768),  # Llama-3-8B
+        (256, 256, 0, 5120, (13824, 13824), 256, 163840),  # Llama-2-13B, gate and up
+        (256, 256, 0, 11008, (4096,), 256, 131072),  # down
+        (64, 64, 0, 576, (576, 192, 192), 64, 6144),  # SmolLM2-135M
+        (2048, 64, 40, 4096, (4096, 4096, 4096), 256, 131072),  # prompts beside decodes
+    ],
+)
+def test_compiles_for_h200(
+    dump: Path, tokens: int, nd: int, nt: int, in_dim: int, out_dims: tuple[int, ...], width: int, page_elems: int
+) -> None:
+    modules = next(g for g in MODULE_GROUPS if len(g) == len(out_dims))
+
+    def two_layers(y: jax.Array, x: jax.Array, pool: jax.Array, work: LoraWork) -> jax.Array:
+        for layer in range(2):
+            y = apply_lora(
+                x, y, pool, layer, work, modules=modules, in_dim=in_dim, out_dims=out_dims, chunk_width=width
+            )
+        return y
+
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    work = LoraWork(aot.shape((4, nd, FIELDS), i32), aot.shape((4, nt, FIELDS), i32), aot.shape((4096,), i32))
+    y, x = aot.shape((tokens, sum(out_dims)), bf16), aot.shape((tokens, in_dim), bf16)
+    compiled = aot.compile_for_h200(
+        two_layers, y, x, aot.shape((LAYERS, PAGES, page_elems), bf16), work, donate=(0,)
+    )
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == tokens * sum(out_dims) * 2, "y is not updated in place"
+    assert aot.large_temporaries(compiled) < 64 << 20  # h of the tiles; the pool has 100 MB and more
+    reports = aot.ptx_reports(dump)
+    assert reports
+    assert [r for r in reports if r.spill_bytes] == []

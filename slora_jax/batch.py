@@ -3,28 +3,32 @@ device.
 
 Everything a step reads from the host travels in one transfer. Letters: t tokens (decode rows first, then the
 prefill chunks, then padding), D decode rows, b prefill sequences, R = D + b rows that may sample, m pages
-of the longest sequence, n prefill tiles, nb LoRA rank blocks of a module, lp adapter pages, K bias entries.
+of the longest sequence, n prefill tiles, K bias entries.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from slora_jax.lora.store import Adapter
 from slora_jax.memory.layout import MODULES, PageLayout
-from slora_jax.pallas_kernels.xla_lora import AdapterBlocks, LoraBlocks, build_lora_blocks, lora_blocks_needed
+from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, LoraShape
 from slora_jax.request import Sequence, seed_words
 from slora_jax.sampling import SamplingRows
 from slora_jax.scheduler import Chunk, StepPlan
 
 Field = tuple[tuple[int, ...], np.dtype]
+_LORA = "lora."  # before the names of the work list's arrays
 _I, _F, _U = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint32)
 
 
@@ -37,9 +41,8 @@ class StepShape:
     prefill_seqs: int
     tiles: int
     pages: int
-    lora_blocks: int
-    lora_pages: int
     bias: int
+    lora: tuple[tuple[str, tuple[int, ...]], ...]  # name and shape of the LoRA work list's arrays; (): none
 
     @property
     def tokens(self) -> int:
@@ -53,7 +56,6 @@ class StepShape:
     def fields(self) -> Mapping[str, Field]:
         """Name -> (shape, dtype) of every array in the packed input, in order."""
         t, r, b, m = (self.tokens,), (self.rows,), self.prefill_seqs, self.pages
-        blocks = (len(MODULES), self.lora_blocks)
         return {
             "token_ids": (t, _I),  # -1: the slot's last sampled token
             "positions": (t, _I),
@@ -82,13 +84,7 @@ class StepShape:
             "bias_row": ((self.bias,), _I),
             "bias_token": ((self.bias,), _I),
             "bias_value": ((self.bias,), _F),
-            "token_adapter": (t, _I),
-            "adapter": (blocks, _I),
-            "page_base": (blocks, _I),
-            "a_start": (blocks, _I),
-            "b_start": (blocks, _I),
-            "pages": ((self.lora_pages,), _I),
-        }
+        } | {_LORA + name: (dims, _I) for name, dims in self.lora}
 
     @functools.cached_property
     def packed_size(self) -> int:
@@ -116,15 +112,14 @@ class StepBatch:
     sample_slot: jax.Array  # i32[R]
     reset_slot: jax.Array  # i32[R]
     sampling: SamplingRows
-    lora: LoraBlocks
+    lora: Any | None  # the backend's work list; None: no adapter in the batch
 
 
 _SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingRows))
-_LORA_FIELDS = tuple(f.name for f in dataclasses.fields(LoraBlocks))
 _OWN_FIELDS = tuple(f.name for f in dataclasses.fields(StepBatch) if f.name not in ("sampling", "lora"))
 
 
-def unpack(packed: jax.Array, shape: StepShape) -> StepBatch:
+def unpack(packed: jax.Array, shape: StepShape, lora_work: type[Any]) -> StepBatch:
     """packed i32[shape.packed_size] -> StepBatch, inside jit (slices and bitcasts only)."""
     arrays, start = {}, 0
     for name, (dims, dtype) in shape.fields.items():
@@ -134,50 +129,36 @@ def unpack(packed: jax.Array, shape: StepShape) -> StepBatch:
     return StepBatch(
         **{name: arrays[name] for name in _OWN_FIELDS},
         sampling=SamplingRows(**{name: arrays[name] for name in _SAMPLING_FIELDS}),
-        lora=LoraBlocks(**{name: arrays[name] for name in _LORA_FIELDS}),
+        lora=lora_work(**{name: arrays[_LORA + name] for name, _ in shape.lora}) if shape.lora else None,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class StepNeeds:
-    """What a plan needs room for; `ShapeBuckets.fit` turns it into a StepShape."""
-
-    decodes: int
-    prefill_tokens: int
-    prefill_seqs: int
-    tiles: int
-    pages: int
-    lora_blocks: int
-    lora_pages: int
-    bias: int
 
 
 class BatchBuilder:
     """Writes plans into packed arrays. Holds sizes only; reads sequences, owns nothing."""
 
-    def __init__(self, layout: PageLayout, max_batch_size: int, tile: int) -> None:
-        self._layout = layout
-        self._slots = max_batch_size
-        self._tile = tile
-        self._a_chunks = [layout.a_chunks(m) for m in MODULES]
-        self._b_chunks = [layout.b_chunks(m) for m in MODULES]
+    def __init__(self, layout: PageLayout, backend: Backend, buckets: ShapeBuckets) -> None:
+        self._layout, self._backend, self._buckets = layout, backend, buckets
+        self._slots = buckets.max_batch_size
+        self._tile = backend.prefill_tile
 
-    def needs(self, plan: StepPlan) -> StepNeeds:
-        """The sizes of a plan."""
-        blocks, pages = lora_blocks_needed(self._adapters(plan)[1])
-        return StepNeeds(
+    def build(self, plan: StepPlan) -> tuple[StepShape, np.ndarray]:
+        """A plan's shape and packed input i32[packed_size], once `Scheduler.schedule` has committed it."""
+        shape = self._buckets.fit(
             decodes=len(plan.decodes),
             prefill_tokens=sum(c.count for c in plan.prefills),
             prefill_seqs=len(plan.prefills),
-            tiles=sum(-(-c.count // self._tile) for c in plan.prefills),
             pages=max(len(c.sequence.pages) for c in plan),
-            lora_blocks=blocks,
-            lora_pages=pages,
             bias=sum(len(_bias(c.sequence)) for c in plan if c.samples),
         )
+        token_adapter, adapters = self._adapters(plan, shape)
+        if not adapters:
+            return shape, self._pack(plan, shape, {})
+        planner, lora_shape = self._backend.planner, self._buckets.lora_shape(shape)
+        sizes = self._buckets.lora_sizes(planner.needs(token_adapter, adapters, lora_shape), lora_shape)
+        shape = dataclasses.replace(shape, lora=tuple(planner.fields(sizes, lora_shape).items()))
+        return shape, self._pack(plan, shape, planner.build(token_adapter, adapters, sizes, lora_shape))
 
-    def build(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
-        """The packed input i32[shape.packed_size] of a plan (after `Scheduler.schedule` has committed it)."""
+    def _pack(self, plan: StepPlan, shape: StepShape, lora: Mapping[str, np.ndarray]) -> np.ndarray:
         packed = np.zeros(shape.packed_size, np.int32)
         view = _views(packed, shape)
         for name in ("token_page", "tile_seq"):
@@ -206,7 +187,8 @@ class BatchBuilder:
                 view["bias_token"][: len(bias)],
                 view["bias_value"][: len(bias)],
             ) = zip(*bias, strict=True)
-        self._put_lora(view, plan, shape)
+        for name, array in lora.items():
+            view[_LORA + name][...] = array
         return packed
 
     def _put_tokens(self, view: Mapping[str, np.ndarray], chunk: Chunk, at: int) -> None:
@@ -262,43 +244,29 @@ class BatchBuilder:
         view["num_logprobs"][row] = -1 if params.logprobs is None else params.logprobs
         bias.extend((row, t, b) for t, b in _bias(sequence))
 
-    def _adapters(self, plan: StepPlan) -> tuple[dict[int, int], list[AdapterBlocks]]:
-        """Generation -> index in this batch, and each adapter's pages and blocks."""
+    def _adapters(self, plan: StepPlan, shape: StepShape) -> tuple[np.ndarray, list[AdapterBlocks]]:
+        """Each token's index among the batch's adapters i32[t] (-1: base), and their pages and blocks."""
         index: dict[int, int] = {}
         adapters: list[AdapterBlocks] = []
-        for chunk in plan:
-            adapter = chunk.sequence.adapter
-            if adapter is None or adapter.generation in index:
-                continue
-            assert adapter.pages is not None and adapter.packed is not None
-            index[adapter.generation] = len(adapters)
-            placed = adapter.packed.layout
-            tables = [
-                [t.get(m, 0) for m in MODULES] for t in (placed.rank_blocks, placed.a_start, placed.b_start)
-            ]
-            adapters.append((np.asarray(adapter.pages, np.int32), tables[0], tables[1], tables[2]))
-        return index, adapters
-
-    def _put_lora(self, view: Mapping[str, np.ndarray], plan: StepPlan, shape: StepShape) -> None:
-        index, adapters = self._adapters(plan)
         token_adapter = np.full(shape.tokens, -1, np.int32)
-        at = 0
-        for chunk in plan:
-            if plan.prefills and chunk is plan.prefills[0]:
-                at = shape.decode_rows
-            if chunk.sequence.adapter is not None:
-                token_adapter[at : at + chunk.count] = index[chunk.sequence.adapter.generation]
-            at += chunk.count
-        fields = build_lora_blocks(
-            token_adapter,
-            adapters,
-            shape.lora_blocks,
-            shape.lora_pages,
-            a_chunks=self._a_chunks,
-            b_chunks=self._b_chunks,
-        )
-        for name, array in fields.items():
-            view[name][...] = array
+        for chunks, at in ((plan.decodes, 0), (plan.prefills, shape.decode_rows)):
+            for chunk in chunks:
+                adapter = chunk.sequence.adapter
+                if adapter is not None:
+                    if adapter.generation not in index:
+                        index[adapter.generation] = len(adapters)
+                        adapters.append(_adapter_blocks(adapter))
+                    token_adapter[at : at + chunk.count] = index[adapter.generation]
+                at += chunk.count
+        return token_adapter, adapters
+
+
+def _adapter_blocks(adapter: Adapter) -> AdapterBlocks:
+    """A resident adapter as the backend's planner takes it."""
+    assert adapter.pages is not None and adapter.packed is not None
+    placed = adapter.packed.layout
+    tables = [[t.get(m, 0) for m in MODULES] for t in (placed.rank_blocks, placed.a_start, placed.b_start)]
+    return np.asarray(adapter.pages, np.int32), tables[0], tables[1], tables[2]
 
 
 def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
@@ -326,35 +294,32 @@ class ShapeBuckets:
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     pages: tuple[int, ...]
-    lora_blocks: tuple[int, ...]
     bias: tuple[int, ...]
     max_batch_size: int
-    tile: int
-    blocks_to_pages: float  # most adapter pages a rank block of every module can take
+    layout: PageLayout
+    backend: Backend
 
     @classmethod
     def for_engine(
         cls,
         layout: PageLayout,
+        backend: Backend,
         *,
         max_batch_size: int,
         max_step_tokens: int,
         max_model_len: int,
-        tile: int,
         ratio: int,
     ) -> ShapeBuckets:
         """Geometric ladders of the given ratio; fewer rungs compile less, more rungs pad less."""
-        chunks = sum(layout.a_chunks(m) + layout.b_chunks(m) for m in MODULES)
         return cls(
             decode_rows=_ladder(max_batch_size, 2, ratio),
             prefill_tokens=_ladder(max_step_tokens, 32, ratio),
             pages=_ladder(-(-max_model_len // layout.page_tokens), 8, ratio),
-            lora_blocks=(0, *_ladder(max_batch_size * 32, 8, ratio)),
             # Never 0: XLA (jaxlib 0.11.2) crashes over an input of no elements that a shard_map does not use.
             bias=_ladder(max_batch_size * 1280, 64, 16),
             max_batch_size=max_batch_size,
-            tile=tile,
-            blocks_to_pages=chunks / layout.chunks_per_page,
+            layout=layout,
+            backend=backend,
         )
 
     @property
@@ -364,45 +329,65 @@ class ShapeBuckets:
 
     def usual(self) -> list[StepShape]:
         """The shapes that most steps of short conversations have: decodes, and prefills beside them."""
-        shapes = []
-        for blocks in self.lora_blocks[:2]:
-            for decodes in self.decode_rows:
-                shapes.append(self.fit(StepNeeds(decodes, 0, 0, 0, 1, blocks, 0, 0)))
-            for tokens in self.prefill_tokens:
-                for decodes in (0, 1):
-                    shapes.append(self.fit(StepNeeds(decodes, tokens, 1, 0, 1, blocks, 0, 0)))
-        return shapes
+        plain = [
+            self.fit(decodes=n, prefill_tokens=0, prefill_seqs=0, pages=1, bias=0) for n in self.decode_rows
+        ]
+        plain += [
+            self.fit(decodes=n, prefill_tokens=tokens, prefill_seqs=1, pages=1, bias=0)
+            for tokens in self.prefill_tokens
+            for n in (0, 1)
+        ]
+        planner = self.backend.planner
+        adapted = []
+        for shape in plain:
+            lora_shape = self.lora_shape(shape)
+            fields = planner.fields(planner.sizes(1, lora_shape), lora_shape)
+            adapted.append(dataclasses.replace(shape, lora=tuple(fields.items())))
+        return plain + adapted
 
-    def fit(self, needs: StepNeeds) -> StepShape:
-        """The smallest shape of the ladders that holds `needs`."""
-        decodes, tokens, seqs = 0, 0, 0
-        if needs.prefill_tokens:
+    def fit(
+        self, *, decodes: int, prefill_tokens: int, prefill_seqs: int, pages: int, bias: int
+    ) -> StepShape:
+        """The smallest shape of the ladders that holds so much; without LoRA."""
+        if prefill_tokens:
+            rows = self.decode_rows[-1] if decodes else 0
             tokens = next(
                 t
                 for t in self.prefill_tokens
-                if t >= needs.prefill_tokens and self._prefill_seqs(t) >= needs.prefill_seqs
+                if t >= prefill_tokens and self._prefill_seqs(t) >= prefill_seqs
             )
             seqs = self._prefill_seqs(tokens)
-            decodes = self.decode_rows[-1] if needs.decodes else 0
         else:
-            decodes = _rung(self.decode_rows, needs.decodes)
-        return self._shape(decodes, tokens, seqs, needs)
-
-    def _shape(self, decodes: int, tokens: int, seqs: int, needs: StepNeeds) -> StepShape:
-        blocks = _rung(self.lora_blocks, needs.lora_blocks)
-        adapters = min(len(MODULES) * blocks, decodes + seqs)
-        pages = math.ceil(blocks * self.blocks_to_pages) + adapters
-        assert pages >= needs.lora_pages, (pages, needs)
+            rows, tokens, seqs = _rung(self.decode_rows, decodes), 0, 0
         return StepShape(
-            decode_rows=decodes,
+            decode_rows=rows,
             prefill_tokens=tokens,
             prefill_seqs=seqs,
-            tiles=-(-tokens // self.tile) + seqs,
-            pages=_rung(self.pages, needs.pages),
-            lora_blocks=blocks,
-            lora_pages=pages,
-            bias=_rung(self.bias, needs.bias),
+            tiles=tokens // self.backend.prefill_tile + seqs,
+            pages=_rung(self.pages, pages),
+            bias=_rung(self.bias, bias),
+            lora=(),
         )
+
+    def lora_shape(self, shape: StepShape) -> LoraShape:
+        """The bounds of a step's LoRA work."""
+        layout = self.layout
+        return LoraShape(
+            tokens=shape.tokens,
+            decode_rows=shape.decode_rows,
+            prefill_seqs=shape.prefill_seqs,
+            chunks_per_page=layout.chunks_per_page,
+            a_chunks=tuple(layout.a_chunks(m) for m in MODULES),
+            b_chunks=tuple(layout.b_chunks(m) for m in MODULES),
+        )
+
+    def lora_sizes(self, needs: tuple[int, ...], shape: LoraShape) -> tuple[int, ...]:
+        """The sizes of the lowest rung of LoRA work lists that holds `needs`."""
+        for rung in itertools.count(1):
+            sizes = self.backend.planner.sizes(rung, shape)
+            if all(size >= need for size, need in zip(sizes, needs, strict=True)):
+                return sizes
+        raise AssertionError("rungs grow without end")
 
     def _prefill_seqs(self, tokens: int) -> int:
         return min(self.max_batch_size, max(1, tokens // 16))

@@ -25,6 +25,7 @@ from slora_jax.memory.layout import PageLayout
 from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
 from slora_jax.models.params import checkpoint_specs
 from slora_jax.models.rope import Rope
+from slora_jax.pallas_kernels.backend import select_backend
 from slora_jax.programs import Program, ProgramBuilder
 from slora_jax.scheduler import Chunk, StepPlan
 from slora_jax.sharding.rules import named_sharding, partition_spec
@@ -33,7 +34,6 @@ from slora_jax.step import POOL_SPEC, REPEATED, SlotState, StepConfig, StepOutpu
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
-XLA_TILE = 64  # tokens of one prompt that the xla prefill attention takes together
 LOAD_PAGES = 8  # pages of an adapter in one write
 _BUCKET_RATIO = 4
 
@@ -75,10 +75,11 @@ class ModelRunner:
         params: dict[str, jax.Array],
     ) -> None:
         self._mesh = mesh
+        backend = select_backend(config.kernel_backend)
         step_config = StepConfig(
             layout=layout,
             rope=Rope.from_config(model_config),
-            tile=XLA_TILE,
+            backend=backend,
             max_logprobs=config.max_logprobs,
             record_logits=config.record_logits,
         )
@@ -87,21 +88,21 @@ class ModelRunner:
         self._builder = ProgramBuilder(step_config, mesh, model, self._pool, self._slots)
         self.buckets = ShapeBuckets.for_engine(
             layout,
+            backend,
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
             max_model_len=max_model_len,
-            tile=XLA_TILE,
             ratio=_BUCKET_RATIO,
         )
-        self._batches = BatchBuilder(layout, config.max_batch_size, XLA_TILE)
+        self._batches = BatchBuilder(layout, backend, self.buckets)
         self._programs: dict[StepShape, Program] = {}
         self._write_pages = _page_writer(mesh)
         self.compilations = 0
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Enqueue a plan that the scheduler has committed; compiles its shape first where that is new."""
-        shape = self.buckets.fit(self._batches.needs(plan))
-        packed = jax.device_put(self._batches.build(plan, shape), self._sharding())
+        shape, words = self._batches.build(plan)
+        packed = jax.device_put(words, self._sharding())
         self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
         output.tokens.copy_to_host_async()
         rows = [(row, chunk) for row, chunk in _rows(plan, shape) if chunk.samples]

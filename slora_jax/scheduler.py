@@ -196,6 +196,11 @@ class Scheduler:
         return True
 
     def _commit(self, plan: StepPlan) -> StepPlan:
+        for chunks in (
+            plan.decodes,
+            plan.prefills,
+        ):  # an adapter's tokens side by side: its weights are read once
+            chunks.sort(key=lambda c: 0 if c.sequence.adapter is None else c.sequence.adapter.generation)
         now = time.monotonic()
         for chunk in plan:
             if chunk.sequence.request.metrics.first_scheduled_time is None:

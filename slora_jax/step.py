@@ -25,8 +25,7 @@ from slora_jax.batch import StepShape, unpack
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.models.llama import LlamaEnds, LlamaLayer
 from slora_jax.models.rope import Rope
-from slora_jax.pallas_kernels.xla_attention import decode_attention, prefill_attention, write_kv
-from slora_jax.pallas_kernels.xla_lora import LoraBlocks, apply_lora
+from slora_jax.pallas_kernels.backend import Backend
 from slora_jax.sampling import SampleResult, SamplingRows, sample, update_token_counts
 
 REPEATED = PartitionSpec()
@@ -39,7 +38,7 @@ class StepConfig:
 
     layout: PageLayout
     rope: Rope
-    tile: int
+    backend: Backend
     max_logprobs: int
     record_logits: bool
 
@@ -107,30 +106,33 @@ class StepOps:
     decode_pages: jax.Array | None  # i32[D, m]
     decode_len: jax.Array | None  # i32[D] tokens of KV, the row's own included; 0: padding
     prefill: PrefillTiles | None
-    blocks: LoraBlocks | None
+    lora_work: Any | None  # the backend's work list
     config: StepConfig = dataclasses.field(metadata={"static": True})
 
     def lora(self, group: int, layer: jax.Array, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        if self.blocks is None:
+        if self.lora_work is None:
             return y
         layout, modules = self.config.layout, GROUPS[group]
-        return apply_lora(
+        out: jax.Array = self.config.backend.apply_lora(
             x,
             y,
             pool,
             layer,
-            self.blocks,
+            self.lora_work,
             modules=tuple(MODULES.index(m) for m in modules),
             in_dim=layout.in_dims[modules[0]],
             out_dims=tuple(layout.out_dims[m] for m in modules),
             chunk_width=layout.chunk_width,
         )
+        return out
 
     def attend(
         self, layer: jax.Array, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        layout = self.config.layout
-        pool = write_kv(pool, layer, k, v, self.token_page, self.token_offset, page_tokens=layout.page_tokens)
+        layout, backend = self.config.layout, self.config.backend
+        pool = backend.write_kv(
+            pool, layer, k, v, self.token_page, self.token_offset, page_tokens=layout.page_tokens
+        )
         sizes: Any = {
             "n_kv": layout.n_kv,
             "page_tokens": layout.page_tokens,
@@ -140,12 +142,14 @@ class StepOps:
         if self.decode_pages is not None and self.decode_len is not None:
             decodes = self.decode_pages.shape[0]
             parts.append(
-                decode_attention(q[:decodes], pool, layer, self.decode_pages, self.decode_len, **sizes)
+                backend.decode_attention(
+                    q[:decodes], pool, layer, self.decode_pages, self.decode_len, **sizes
+                )
             )
         if self.prefill is not None:
             tiles = self.prefill
             parts.append(
-                prefill_attention(
+                backend.prefill_attention(
                     q[decodes:],
                     pool,
                     layer,
@@ -155,7 +159,7 @@ class StepOps:
                     tiles.start,
                     tiles.len,
                     tiles.row,
-                    tile=self.config.tile,
+                    tile=backend.prefill_tile,
                     **sizes,
                 )
             )
@@ -168,7 +172,7 @@ def begin(
     """The host's packed input i32[shape.packed_size] -> hidden states [t, d] before the first layer, and the
     batch.
     """
-    batch = unpack(packed, shape)
+    batch = unpack(packed, shape, config.backend.lora_work)
     last = slots.last_tokens.at[batch.token_slot].get(mode="clip")
     tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, last)
     lengths = jnp.maximum(batch.positions + 1, batch.prompt_len)
@@ -191,7 +195,7 @@ def begin(
         decode_pages=batch.decode_pages if decodes else None,
         decode_len=jnp.where(real, batch.positions[:decodes] + 1, 0) if decodes else None,
         prefill=prefill if shape.prefill_tokens else None,
-        blocks=batch.lora if shape.lora_blocks else None,
+        lora_work=batch.lora,
         config=config,
     )
     rows = StepRows(

@@ -18,6 +18,7 @@ from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.engine import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
 from slora_jax.memory.layout import MODULES, PageLayout
+from slora_jax.pallas_kernels.backend import XLA
 from slora_jax.scheduler import Chunk, StepPlan
 
 BASE = 0
@@ -70,10 +71,10 @@ class SimulatedRunner:
         self.layout, self._vocab = layout, model_config.vocab_size
         self.buckets = ShapeBuckets.for_engine(
             layout,
+            XLA,
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
             max_model_len=max_model_len,
-            tile=16,
             ratio=4,
         )
         self._memory: list[Any] = [None] * num_pages

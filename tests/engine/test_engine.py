@@ -104,6 +104,22 @@ def test_stop_token_ends_the_text_and_min_tokens_delays_it(engine: Engine) -> No
     assert len(late.token_ids) >= 8
 
 
+def test_step_shapes_that_pack_into_as_many_words_are_different_programs(engine: Engine) -> None:
+    shape = engine._runner.buckets.usual()[0]
+    longer = dataclasses.replace(shape, pages=shape.pages + 3)
+    biased = dataclasses.replace(shape, bias=shape.bias + shape.decode_rows)
+    assert longer.packed_size == biased.packed_size
+    first, second = (engine._runner._builder.build(s) for s in (longer, biased))
+    assert first.begin is not second.begin  # type: ignore[attr-defined]
+
+
+def test_numbers_beyond_int32_and_of_numpy(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=4, top_k=2**40, seed=7)
+    want = engine.generate([[1, 2]], None, params)[0].token_ids
+    params = dataclasses.replace(params, top_k=-1, seed=np.int64(7))  # type: ignore[arg-type]
+    assert engine.generate([[1, 2]], None, params)[0].token_ids == want
+
+
 def test_logit_bias_forces_and_bans(engine: Engine) -> None:
     out = engine.generate([[1, 2]], None, dataclasses.replace(GREEDY, logit_bias={77: 1000.0}))[0]
     assert set(out.token_ids) == {77}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -187,3 +188,34 @@ def test_closing_a_stream_frees_what_it_held() -> None:
     stream.close()  # type: ignore[attr-defined]
     assert engine.stats().pages_free == engine.stats().pages_total
     engine.check_integrity()
+
+
+def test_two_streams_read_in_turn_or_one_after_the_other() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    params = SamplingParams(max_tokens=6)
+    prompts = [[1, 2, 3], [4, 5]]
+
+    def tokens(events: Iterable[StreamEvent]) -> list[int]:
+        return [t for e in events for t in e.token_ids]
+
+    want = [expected_tokens(p, BASE, 6, VOCAB) for p in prompts]
+    pairs = list(zip(*(engine.stream([p], sampling_params=params) for p in prompts), strict=True))
+    assert [tokens(column) for column in zip(*pairs, strict=True)] == want
+    first, second = (engine.stream([p], sampling_params=params) for p in prompts)
+    head = [next(second)]  # the rest of its events come from the first one's steps
+    assert [tokens(first), tokens([*head, *second])] == want
+    assert not engine.has_unfinished()
+
+
+def test_closing_a_stream_keeps_the_events_of_others() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    stream = engine.stream([[7, 7]], sampling_params=SamplingParams(max_tokens=9))
+    next(iter(stream))
+    other = engine.add_request([1, 2, 3], None, SamplingParams(max_tokens=4))
+    while not any(e.request_id == other for e in engine._undelivered):
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        tokens += [t for e in engine.step() if e.request_id == other for t in e.token_ids]
+    assert tokens == expected_tokens([1, 2, 3], BASE, 4, VOCAB)

@@ -1,0 +1,117 @@
+"""The operations a step needs over the page pool, by backend.
+
+- `xla`: plain JAX; any device and dtype, and what other backends are compared with.
+- `mosaic`: Pallas Mosaic GPU kernels; Hopper and newer, bfloat16.
+
+A backend also has the host's half of LoRA: the work list that its kernels read. Work lists have static sizes,
+from small rungs to large ones; rung 0 is a batch without adapters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from slora_jax.pallas_kernels import xla_attention, xla_lora
+
+Sizes = tuple[int, ...]
+AdapterBlocks = xla_lora.AdapterBlocks
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraShape:
+    """What bounds a step's LoRA work: `decode_rows` of `tokens` come first; chunks of a page; chunks in one
+    block of A and B by module.
+    """
+
+    tokens: int
+    decode_rows: int
+    prefill_seqs: int
+    chunks_per_page: int
+    a_chunks: Sizes
+    b_chunks: Sizes
+
+
+class LoraPlanner(Protocol):
+    """The host's half of LoRA. `adapters[i]` is (pages, rank_blocks [7], a_start [7], b_start [7])."""
+
+    def needs(self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], shape: LoraShape) -> Sizes:
+        """The smallest sizes that hold a batch; token_adapter int32 [tokens] indexes adapters, -1: base."""
+
+    def sizes(self, rung: int, shape: LoraShape) -> Sizes:
+        """The sizes of a rung; each holds what the rung below holds."""
+
+    def fields(self, sizes: Sizes, shape: LoraShape) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of the int32 arrays of the work list."""
+
+    def build(
+        self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], sizes: Sizes, shape: LoraShape
+    ) -> Mapping[str, np.ndarray]:
+        """The arrays of the work list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """Functions of one backend; the signatures are those of xla_attention and xla_lora."""
+
+    name: str
+    write_kv: Callable[..., Any]
+    decode_attention: Callable[..., Any]
+    prefill_attention: Callable[..., Any]
+    apply_lora: Callable[..., Any]
+    prefill_tile: int  # tokens of one prompt that prefill attention takes together
+    lora_work: type[Any]  # the registered dataclass that apply_lora reads
+    planner: LoraPlanner
+
+
+class XlaPlanner:
+    """Work lists of `xla_lora`: sizes are (rank blocks of a module, adapter pages)."""
+
+    def needs(self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], shape: LoraShape) -> Sizes:
+        return xla_lora.lora_blocks_needed(adapters)
+
+    def sizes(self, rung: int, shape: LoraShape) -> Sizes:
+        """8, 32, 128, ... blocks; pages for as many of every module, and a started page for each adapter."""
+        if rung == 0:
+            return 0, 0
+        blocks = 8 * 4 ** (rung - 1)
+        chunks = blocks * (sum(shape.a_chunks) + sum(shape.b_chunks))
+        adapters = min(len(shape.a_chunks) * blocks, shape.decode_rows + shape.prefill_seqs)
+        return blocks, -(-chunks // shape.chunks_per_page) + adapters
+
+    def fields(self, sizes: Sizes, shape: LoraShape) -> Mapping[str, tuple[int, ...]]:
+        blocks = (xla_lora.N_MODULES, sizes[0])
+        tables = dict.fromkeys(("adapter", "page_base", "a_start", "b_start"), blocks)
+        return {"token_adapter": (shape.tokens,), **tables, "pages": (sizes[1],)}
+
+    def build(
+        self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], sizes: Sizes, shape: LoraShape
+    ) -> Mapping[str, np.ndarray]:
+        return xla_lora.build_lora_blocks(
+            token_adapter, adapters, *sizes, a_chunks=shape.a_chunks, b_chunks=shape.b_chunks
+        )
+
+
+XLA = Backend(
+    name="xla",
+    write_kv=xla_attention.write_kv,
+    decode_attention=xla_attention.decode_attention,
+    prefill_attention=xla_attention.prefill_attention,
+    apply_lora=xla_lora.apply_lora,
+    prefill_tile=64,
+    lora_work=xla_lora.LoraBlocks,
+    planner=XlaPlanner(),
+)
+
+
+def select_backend(name: str) -> Backend:
+    """The backend of a name ("auto": the fastest that this project has for the device).
+
+    Raises ValueError for a name that is none, or that the engine cannot use yet.
+    """
+    if name in ("auto", "xla"):
+        return XLA
+    raise ValueError(f"kernel_backend '{name}' is not usable yet; use 'auto' or 'xla'")

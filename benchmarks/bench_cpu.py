@@ -113,7 +113,10 @@ def run_slora(workload: dict[str, Any], *, adapters: bool, repeat: int) -> dict[
     engine = Engine.from_pretrained(workload["model"], workload["adapters"] if adapters else None, config)
     prompts = [r["prompt_token_ids"] for r in workload["requests"]]
     names = [r["adapter"] if adapters else None for r in workload["requests"]]
-    params = SamplingParams(max_tokens=workload["max_tokens"], temperature=0, ignore_eos=True)
+    length = workload[
+        "max_tokens"
+    ]  # min_tokens bans the end token, as generate(min_new_tokens=...) does for PEFT
+    params = SamplingParams(max_tokens=length, min_tokens=length, temperature=0)
     seconds = []
     for _ in range(1 + repeat):
         started = time.perf_counter()

@@ -23,7 +23,7 @@ demo: .venv/ready ## SmolLM2 with the adapters of examples/, one mixed batch, st
 
 test: .venv/ready ## the tests (ARGS="-k NAME -x" are passed on)
 	@echo "test: pytest on $(JOBS) processes"
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile --ignore tests/test_packaging.py $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore tests/test_packaging.py $(ARGS)
 
 test-slow: .venv/ready ## the tests marked slow: longer runs, more seeds
 	@$(PY) -m pytest -q -m slow $(ARGS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import jax
@@ -111,13 +111,14 @@ class ProgramBuilder:
         specs = (self._ends.specs, [m.specs for m in self._layers], POOL_SPEC, REPEATED, REPEATED)
         mapped = self._map(run, specs, (POOL_SPEC, REPEATED, REPEATED))
         executable, _ = self._compile(
-            mapped, (2, 3), self._ends.leaves, layers, self._pool, self._slots, packed
+            ("step", shape), mapped, (2, 3), self._ends.leaves, layers, self._pool, self._slots, packed
         )
         return WholeStep(executable, self._ends.leaves, layers)
 
     def _build_layered(self, shape: StepShape, packed: jax.ShapeDtypeStruct) -> Program:
         config, ends, first = self._config, self._ends, self._layers[0]
         begin_step, (x, ops, rows) = self._compile(
+            ("begin", shape),
             self._map(
                 lambda leaves, slots, packed: begin(config, shape, ends.merge(leaves), slots, packed),
                 (ends.specs, REPEATED, REPEATED),
@@ -129,6 +130,7 @@ class ProgramBuilder:
             packed,
         )
         layer_step, _ = self._compile(
+            "layer",
             self._map(
                 lambda leaves, index, x, pool, ops: layer(first.merge(leaves), index, x, pool, ops),
                 (first.specs, REPEATED, REPEATED, POOL_SPEC, REPEATED),
@@ -142,6 +144,7 @@ class ProgramBuilder:
             ops,
         )
         finish_step, _ = self._compile(
+            "finish",
             self._map(
                 lambda leaves, slots, x, rows: finish(config, ends.merge(leaves), slots, x, rows),
                 (ends.specs, REPEATED, REPEATED, REPEATED),
@@ -159,10 +162,16 @@ class ProgramBuilder:
     def _map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(fn, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def _compile(self, fn: Callable[..., Any], donate: tuple[int, ...], *args: Any) -> tuple[Any, Any]:
-        """(executable, its abstract outputs), once for each set of argument shapes."""
+    def _compile(
+        self, part: Hashable, fn: Callable[..., Any], donate: tuple[int, ...], *args: Any
+    ) -> tuple[Any, Any]:
+        """(executable, its abstract outputs), once for each `part` and argument shapes.
+
+        `part` must name all that `fn` closes over: two step shapes may pack into as many words.
+        """
         args = jax.tree.map(_abstract, args)
-        key = donate, tuple((a.shape, a.dtype) for a in jax.tree.leaves(args))
+        leaves, tree = jax.tree.flatten(args)
+        key = part, tree, tuple((a.shape, a.dtype) for a in leaves)
         with self._lock:
             found = self._compiled.get(key)
         if found is None:

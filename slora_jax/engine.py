@@ -106,7 +106,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._undelivered: list[StreamEvent] = []
         self._counters = dict.fromkeys(
-            ("steps", "prompt_tokens", "output_tokens", "preemptions", "finished", "aborted", "failed"), 0
+            ("steps", "prompt_tokens", "output_tokens", "finished", "aborted", "failed"), 0
         )
         self._last_step = (0.0, 0)
 
@@ -317,22 +317,25 @@ class Engine:
     # -- inside --
 
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
-        """Step until these requests have ended, yielding their events; others' wait for the next `step`."""
+        """Step until these requests have ended, yielding their events; others' wait for the next `step`.
+
+        Between two events the caller may step the engine for others, whose steps may end these requests.
+        """
         mine = {r.request_id for r in requests}
         try:
             for request in requests:
                 self._enqueue(request)
-            while not all(r.finished for r in requests):
-                others = []
-                for event in self.step():
-                    if event.request_id in mine:
-                        yield event
-                    else:
-                        others.append(event)
-                self._undelivered += others
+            while not all(r.finished for r in requests) or any(
+                e.request_id in mine for e in self._undelivered
+            ):
+                events = self.step()
+                self._undelivered += [e for e in events if e.request_id not in mine]
+                yield from (e for e in events if e.request_id in mine)
         finally:
             for request in requests:
-                self.abort(request.request_id)
+                if self._requests.get(request.request_id) is request:
+                    self.abort(request.request_id)
+            self._undelivered = [e for e in self._undelivered if e.request_id not in mine]
 
     def _enqueue(self, request: Request) -> None:
         if request.request_id in self._requests:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 MAX_LOGIT_BIAS = 1024  # entries of one request; OpenAI allows 300
 MAX_STOP_TOKEN_IDS = 128
+_INT32_MAX = 2**31 - 1  # what the device's arrays hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,9 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids or ()))
-        object.__setattr__(self, "top_k", max(0, self.top_k))
+        object.__setattr__(self, "top_k", min(max(0, self.top_k), _INT32_MAX))
+        if self.seed is not None:  # a NumPy integer cannot be taken modulo 2**64
+            object.__setattr__(self, "seed", int(self.seed))
         bias = {int(t): float(b) for t, b in dict(self.logit_bias or {}).items()}
         object.__setattr__(self, "logit_bias", bias)
         self._check_ranges()

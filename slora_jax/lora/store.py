@@ -145,9 +145,8 @@ class AdapterStore:
         """Evict idle adapters, least recently used first, until `pages` are free; all or nothing."""
         if not self.can_make_room(pages):
             return False
-        idle = (a for a in self.resident if not a.pins)
         while self._pool.num_free < pages:
-            self._evict(next(idle))
+            self._evict(next(a for a in self._resident.values() if not a.pins))
             self.evictions += 1
         return True
 

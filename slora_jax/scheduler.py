@@ -178,11 +178,12 @@ class Scheduler:
         """
         if not self._slots or sequence.pending:
             return False
-        first = min(sequence.remaining, self._limits.max_chunk_tokens)
         adapter = sequence.adapter
         absent = adapter if adapter is not None and adapter.pages is None else None
-        # One page in hand for each running sequence, so that admission does not preempt in the next step.
-        need = self.pages_for(first) + len(self.running) + (absent.num_pages if absent else 0)
+        # All of its prompt, beside what running ones lack of theirs and a page for their next tokens: a
+        # sequence that is let in for less is preempted before it samples, and computes its prompt in vain.
+        lacking = sum(max(1, self.pages_for(s.num_tokens) - len(s.pages)) for s in self.running)
+        need = self.pages_for(sequence.remaining) + lacking + (absent.num_pages if absent else 0)
         if self.running and not self._adapters.can_make_room(need, keep=adapter):
             return False
         if absent is not None:
@@ -196,10 +197,8 @@ class Scheduler:
         return True
 
     def _commit(self, plan: StepPlan) -> StepPlan:
-        for chunks in (
-            plan.decodes,
-            plan.prefills,
-        ):  # an adapter's tokens side by side: its weights are read once
+        for chunks in (plan.decodes, plan.prefills):
+            # An adapter's tokens lie side by side, so that kernels read its weights once.
             chunks.sort(key=lambda c: 0 if c.sequence.adapter is None else c.sequence.adapter.generation)
         now = time.monotonic()
         for chunk in plan:

@@ -162,6 +162,18 @@ def test_preemption_recomputes_and_changes_nothing() -> None:
         assert out.token_ids == expected_tokens(prompt, BASE, 40, VOCAB)
 
 
+@pytest.mark.parametrize("chunk", [4, None])
+def test_a_prompt_is_not_computed_in_vain(chunk: int | None) -> None:
+    engine = simulated_engine(num_pages=24, max_batch_size=4, max_step_tokens=16, prefill_chunk_tokens=chunk)
+    for prompt, max_tokens in (([1] * 4, 70), ([2] * 60, 20), ([3] * 30, 20)):
+        engine.add_request(prompt, None, SamplingParams(max_tokens=max_tokens))
+    while engine.has_unfinished():
+        engine.step()
+    stats = engine.stats()
+    assert stats.preemptions <= 2
+    assert stats.prompt_tokens <= 2 * (4 + 60 + 30)
+
+
 def test_requests_run_in_order_of_arrival() -> None:
     engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16)
     ids = [engine.add_request([i, i], None, SamplingParams(max_tokens=3)) for i in range(5)]

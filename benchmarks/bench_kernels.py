@@ -20,7 +20,9 @@ from kernels import common
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cases whose name has it")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="JSON lines are appended to it")

@@ -119,4 +119,6 @@ def large_temporaries(compiled: jax.stages.Compiled) -> int:
 
 def command_buffers(dump: Path) -> int:
     """Command buffers (CUDA graphs) in the thunks that lie in the folder."""
-    return sum(text.count("kCommandBuffer") for text in (p.read_text() for p in dump.rglob("*thunk_sequence*.txt")))
+    return sum(
+        text.count("kCommandBuffer") for text in (p.read_text() for p in dump.rglob("*thunk_sequence*.txt"))
+    )

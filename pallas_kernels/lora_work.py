@@ -27,8 +27,8 @@ WINDOW, TILE = 8, 64  # rows of a decode item and of a tile
 MIN_RUN = 24  # tokens of one adapter in a row from which tiles are faster than decode items
 FIELDS = 13
 
-# Of an item: its window's first row; a decode item's tokens as bits, or a tile's first token and end, counted
-# from it; where each module's blocks end among the item's (3); where the adapter's page list begins; by
+# Of an item: its window's first row; a decode item's tokens, counted from it and 4 bits each, and how many they are, or
+# a tile's first token and end, counted from it; where each module's blocks end among the item's (3); where the adapter's page list begins; by
 # module, the chunk where block 0 would begin if the item's blocks were all of that module, of A (3), of B (3).
 ROW, FIRST, END, ENDS, PAGES, A, B = 0, 1, 2, 3, 6, 7, 10
 
@@ -110,7 +110,9 @@ def build_lora_work(
         for name, limit, window in (("decode", nd, windows[0]), ("tiles", nt, windows[1])):
             times = counts[window.adapter]
             if times.sum() > limit:
-                raise ValueError(f"{'nd' if name == 'decode' else 'nt'}={limit} is too small: need {times.sum()}")
+                raise ValueError(
+                    f"{'nd' if name == 'decode' else 'nt'}={limit} is too small: need {times.sum()}"
+                )
             which = np.repeat(np.arange(len(times)), times)
             nth = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
             adapter = window.adapter[which]
@@ -147,11 +149,14 @@ def _windows(
         left[s:e] = -1
     token = np.flatnonzero(left >= 0)
     key, inverse = np.unique(token // WINDOW * n_adapters + left[token], return_inverse=True)
-    bits = np.bincount(inverse, weights=1 << (token % WINDOW), minlength=len(key)).astype(np.int64)
+    by_key = np.argsort(inverse, kind="stable")
+    count = np.bincount(inverse, minlength=len(key))
+    nth = np.arange(len(token)) - np.repeat(np.cumsum(count) - count, count)
+    nibbles = np.zeros(len(key), np.int64)
+    np.add.at(nibbles, inverse[by_key], token[by_key] % WINDOW << 4 * nth)
     order = np.argsort(key % max(n_adapters, 1), kind="stable")  # items of one adapter side by side: L2
-    key, bits = key[order], bits[order]
-    window, adapter = np.divmod(key, max(n_adapters, 1))
-    return _Windows(adapter, window * WINDOW, bits, np.zeros_like(bits)), tiles
+    window, adapter = np.divmod(key[order], max(n_adapters, 1))
+    return _Windows(adapter, window * WINDOW, nibbles[order], count[order]), tiles
 
 
 @functools.lru_cache(maxsize=4096)

@@ -63,6 +63,8 @@ class LoraConfig:
     per_page: int  # chunks in a page
     n_pages: int
     stages: int = 2
+    slots: int = SLOTS  # rank blocks of a stage: no item has more
+    pdl: bool = False
     interpret: Any = None
 
     @property
@@ -91,8 +93,8 @@ def apply_lora(
     out_dims: tuple[int, ...],
     chunk_width: int,
     split: int | None = None,
-    stages: int = 2,
     interpret: Any = None,
+    **tuning: Any,
 ) -> jax.Array:
     """y[t] += (x[t] A_m^T) B_m of token t's own adapter, for modules m that read one x and are side by side in y.
 
@@ -111,8 +113,8 @@ def apply_lora(
         width=chunk_width,
         per_page=pool.shape[2] // (RANK_BLOCK * chunk_width),
         n_pages=pool.shape[1],
-        stages=stages,
         interpret=interpret,
+        **tuning,
     )
     return _apply(config, split, x, y, pool, jnp.asarray(layer, jnp.int32), work)
 
@@ -140,9 +142,11 @@ def _apply(
         if split == 1:
             _decode_kernel(config, nd, 1, "both")(x, chunks, work.decode, *rest, y_ref)
         else:
+            split = abs(split)
             h = _decode_kernel(config, nd, split, "shrink")(x, chunks, work.decode, *rest)
             _decode_kernel(config, nd, split, "expand")(h, chunks, work.decode, *rest, y_ref)
     if nt:
+        config = dataclasses.replace(config, slots=SLOTS)
         split = _split(nt, config, limit=TARGET_BLOCKS)
         h = _tile_shrink_kernel(config, nt, split)(x, chunks, work.tiles, *rest)
         _tile_expand_kernel(config, nt, split)(h, chunks, work.tiles, *rest, y_ref)
@@ -200,28 +204,26 @@ class _Item:
         return self.ends[m - 1] if m else 0
 
     def copy(self, chunks: Ref, dst: Ref, barrier: Ref, k: jax.Array, is_a: jax.Array | bool) -> None:
-        """Start copying chunk k of every block of A, or of B where it has one, to dst [64, W].
+        """Start copying chunk k of every block of A, or of B where it has one, to dst [rows of `slots` blocks, W].
 
-        The barrier sees SLOTS arrivals in any case.
+        The barrier sees `slots` arrivals in any case.
         """
         config = self.config
         b_chunks = [jnp.int32(n) for n in config.b_chunks]
-        for block in range(SLOTS):
+        found = []
+        for block in range(config.slots):
             of_a = self._of_module(block, self._a) + block * config.a_chunks
-            of_b = self._of_module(block, [b + block * n for b, n in zip(self._b, config.b_chunks, strict=True)])
-            chunk = k + jnp.where(is_a, of_a, of_b)
+            of_b = self._of_module(
+                block, [b + block * n for b, n in zip(self._b, config.b_chunks, strict=True)]
+            )
             exists = (block < self.blocks) & (is_a | (k < self._of_module(block, b_chunks)))
-
-            @pl.when(exists)
-            def _(chunk: jax.Array = chunk, block: int = block) -> None:
-                page = self._first_page + self._pages[self._page_base + lax.div(chunk, config.per_page)]
-                row = (page * config.per_page + lax.rem(chunk, config.per_page)) * RANK_BLOCK
-                source = chunks.at[pl.ds(pl.multiple_of(row, RANK_BLOCK), RANK_BLOCK)]
-                plgpu.copy_gmem_to_smem(source, dst.at[pl.ds(RANK_BLOCK * block, RANK_BLOCK)], barrier)
-
-            @pl.when(jnp.logical_not(exists))
-            def _() -> None:
-                plgpu.barrier_arrive(barrier)
+            chunk = jnp.where(exists, k + jnp.where(is_a, of_a, of_b), 0)
+            page = self._pages[self._page_base + lax.div(chunk, config.per_page)]
+            found.append((exists, page, lax.rem(chunk, config.per_page)))
+        for block, (exists, page, chunk) in enumerate(found):  # after all loads of pages, which so overlap
+            row = ((self._first_page + page) * config.per_page + chunk) * RANK_BLOCK
+            source = chunks.at[pl.ds(pl.multiple_of(row, RANK_BLOCK), RANK_BLOCK)]
+            _copy(source, dst.at[pl.ds(RANK_BLOCK * block, RANK_BLOCK)], barrier, exists, config)
 
     def _of_module(self, block: int, values: list[jax.Array]) -> jax.Array:
         """The value of the module that `block` belongs to."""
@@ -231,10 +233,27 @@ class _Item:
         return value
 
 
-def _zero(w_s: Ref, stages: int) -> None:
+def _copy(source: Ref, target: Ref, barrier: Ref, condition: jax.Array, config: LoraConfig) -> None:
+    """Start a TMA copy where the condition holds; the barrier sees an arrival in any case."""
+    if config.interpret is None:
+        plgpu.copy_gmem_to_smem(source, target, barrier, predicate=condition)
+        return
+
+    @pl.when(condition)  # the interpreter has no predicates
+    def _() -> None:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+
+    @pl.when(jnp.logical_not(condition))
+    def _() -> None:
+        plgpu.barrier_arrive(barrier)
+
+
+def _zero(w_s: Ref) -> None:
     """Clear the stages, so that rank rows that no copy fills are finite: wgmma multiplies them with zeros."""
-    for stage in range(stages):
-        w_s[stage] = plgpu.layout_cast(jnp.zeros(w_s.shape[1:], w_s.dtype), plgpu.Layout.WGMMA)
+    last = w_s.shape[0] - RANKS
+    for row in sorted({*range(0, last, RANKS), last}):
+        part = w_s.at[pl.ds(row, RANKS)]
+        part[...] = plgpu.layout_cast(jnp.zeros(part.shape, part.dtype), plgpu.Layout.WGMMA)
 
 
 def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
@@ -256,63 +275,83 @@ def _steps(chunks: int, part: jax.Array, split: int) -> jax.Array:
     return lax.div(chunks - part + split - 1, split)
 
 
-def _kernel(body: Callable[..., None], config: LoraConfig, **kwargs: Any) -> Callable[..., Any]:
-    """plgpu.kernel over (item, part); bodies order their shared-memory accesses with commit_smem themselves."""
+def _kernel(
+    body: Callable[..., None], config: LoraConfig, warpgroups: int = 1, **kwargs: Any
+) -> Callable[..., Any]:
+    """plgpu.kernel over (item, part) of one or two `worker`s; bodies order their shared-memory accesses with commit_smem themselves."""
     params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
     )
     if config.interpret is not None:
         kwargs["interpret"] = config.interpret
+    if warpgroups > 1:
+        kwargs |= {"num_threads": warpgroups, "thread_name": "worker"}
     return plgpu.kernel(body, compiler_params=params, grid_names=("item", "part"), **kwargs)  # type: ignore[no-any-return]
 
 
 def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Callable[..., Any]:
-    """"both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand": h instead of x.
+    """ "both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand": h instead of x.
 
-    h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part.
+    h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part. One warpgroup copies, another
+    multiplies.
     """
     n_modules, width, stages = len(config.out_dims), config.width, config.stages
     tokens = WINDOW * n_modules
+    rows = RANK_BLOCK * config.slots  # of a stage; wgmma reads 64, those past the stage meet zeros
 
-    def decode(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, scratch: dict[str, Ref]) -> None:
+    def decode(
+        x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, scratch: dict[str, Ref]
+    ) -> None:
         index, part = lax.axis_index("item"), lax.axis_index("part")
         item = _Item(config, items, pages, layer, index)
-        w_s, bars = scratch["w_s"], scratch["bars_s"]
+        w_s, full, free = scratch["w_s"], scratch["full_s"], scratch["free_s"]
         no_steps = part * 0
         shrinks = no_steps if phase == "expand" else _steps(config.a_chunks, part, split)
         expands = no_steps if phase == "shrink" else _steps(max(config.b_chunks), part, split)
         total = shrinks + expands
 
-        def issue(step: jax.Array) -> None:
-            stage, is_a = lax.rem(step, stages), step < shrinks
-            k = part + split * jnp.where(is_a, step, step - shrinks)
-            item.copy(chunks, w_s.at[stage], bars.at[stage], k, is_a)
-            if phase == "expand":
-                return
+        def stage_rows(stage: jax.Array, count: int) -> Ref:
+            return w_s.at[pl.ds(pl.multiple_of(stage * rows, RANK_BLOCK), count)]
 
-            @pl.when(is_a)
-            def _() -> None:
-                source = x.at[pl.ds(item.row, WINDOW), pl.ds(pl.multiple_of(k * width, width), width)]
-                plgpu.copy_gmem_to_smem(source, scratch["x_s"].at[stage], bars.at[stage])
+        def produce() -> None:
+            if phase != "shrink":
 
-            @pl.when(jnp.logical_not(is_a))
-            def _() -> None:
-                plgpu.barrier_arrive(bars.at[stage])
+                @pl.when((item.blocks < SLOTS) | _may_start_empty(config, phase))
+                def _() -> None:
+                    _zero(w_s)
 
-        def next_step(step: jax.Array) -> None:
-            @pl.when(step + stages < total)
-            def _() -> None:
-                plgpu.commit_smem()  # every warp has read the stage that is filled anew
-                issue(step + stages)
+                plgpu.commit_smem()
+            if phase != "expand":
+                _wait_for_inputs(config)
+
+            def step(i: jax.Array, _: None) -> None:
+                stage, is_a = lax.rem(i, stages), i < shrinks
+                k = part + split * jnp.where(is_a, i, i - shrinks)
+
+                @pl.when(i >= stages)
+                def _() -> None:
+                    plgpu.barrier_wait(free.at[stage])
+
+                item.copy(chunks, stage_rows(stage, rows), full.at[stage], k, is_a)
+                if phase != "expand":
+                    column = pl.multiple_of(jnp.where(is_a, k, 0) * width, width)
+                    source = x.at[pl.ds(item.row, WINDOW), pl.ds(column, width)]
+                    _copy(source, scratch["x_s"].at[stage], full.at[stage], is_a, config)
+
+            def drain(i: jax.Array, _: None) -> None:
+                plgpu.barrier_wait(free.at[lax.rem(i, stages)])
+
+            lax.fori_loop(0, total, step, None)
+            lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
 
         def shrink() -> jax.Array:
             def steps(acc: Ref) -> None:
                 def step(i: jax.Array, _: None) -> None:
                     stage = lax.rem(i, stages)
-                    plgpu.barrier_wait(bars.at[stage])
-                    plgpu.wgmma(acc, w_s.at[stage], scratch["x_s"].at[stage].T)
+                    plgpu.barrier_wait(full.at[stage])
+                    plgpu.wgmma(acc, stage_rows(stage, RANKS), scratch["x_s"].at[stage].T)
                     plgpu.wgmma_wait(0)
-                    next_step(i)
+                    plgpu.barrier_arrive(free.at[stage])
 
                 lax.fori_loop(0, shrinks, step, None)
 
@@ -328,12 +367,17 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
             def step(i: jax.Array, _: None) -> None:
                 stage, k = lax.rem(i, stages), part + split * (i - shrinks)
-                plgpu.barrier_wait(bars.at[stage])
-                deltas = []
-                for c in range(width // SWIZZLE):
-                    w = w_s.at[stage, :, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
-                    deltas.append(_accumulate((SWIZZLE, tokens), functools.partial(plgpu.wgmma, a=w.T, b=h_s.T)))
-                next_step(i)
+                plgpu.barrier_wait(full.at[stage])
+
+                def multiply(*accs: Ref) -> list[jax.Array]:
+                    for c, acc in enumerate(accs):
+                        w = stage_rows(stage, RANKS).at[:, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
+                        plgpu.wgmma(acc, w.T, h_s.T)
+                    return [acc[...] for acc in accs]
+
+                acc = plgpu.ACC((SWIZZLE, tokens), jnp.float32)
+                deltas = pl.run_scoped(multiply, *[acc] * (width // SWIZZLE))
+                plgpu.barrier_arrive(free.at[stage])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for c, delta in enumerate(deltas):
                     d_s.at[pl.ds(tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
@@ -342,66 +386,65 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
                     @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]))
                     def _(m: int = m) -> None:
-                        _add_rows(m, k, y)
+                        lax.fori_loop(0, item.end, functools.partial(add_row, m, k), None)
 
                 plgpu.commit_smem_to_gmem_group()
 
-            def _add_rows(m: int, k: jax.Array, y: Ref) -> None:
-                def add_row(t: jax.Array, _: None) -> None:
-                    @pl.when(lax.rem(lax.shift_right_logical(item.first, t), 2) == 1)
-                    def _() -> None:
-                        for c in range(width // SWIZZLE):
-                            column = pl.multiple_of(config.columns[m] + k * width + SWIZZLE * c, SWIZZLE)
-                            source = d_s.at[pl.ds(tokens * c + WINDOW * m + t, 1)]
-                            target = y.at[pl.ds(item.row + t, 1), pl.ds(column, SWIZZLE)]
-                            _add(source, target, config)
-
-                lax.fori_loop(0, WINDOW, add_row, None)
+            def add_row(m: int, k: jax.Array, n: jax.Array, _: None) -> None:
+                t = lax.rem(lax.shift_right_logical(item.first, 4 * n), WINDOW)
+                for c in range(width // SWIZZLE):
+                    column = pl.multiple_of(config.columns[m] + k * width + SWIZZLE * c, SWIZZLE)
+                    source = d_s.at[pl.ds(tokens * c + WINDOW * m + t, 1)]
+                    _add(source, y.at[pl.ds(item.row + t, 1), pl.ds(column, SWIZZLE)], config)
 
             lax.fori_loop(shrinks, total, step, None)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(item.blocks > 0)
-        def _() -> None:
-            if phase != "shrink":
-
-                @pl.when((item.blocks < SLOTS) | _may_start_empty(config, phase))
-                def _() -> None:
-                    _zero(w_s, stages)
-
-                plgpu.commit_smem()
-            for step in range(stages):
-
-                @pl.when(step < total)
-                def _(step: int = step) -> None:
-                    issue(jnp.int32(step))
-
+        def consume() -> None:
             if phase == "expand":
-                h = _sum_parts(x, split, pl.ds(index * RANKS, RANKS))
+                _wait_for_inputs(config)
+                expand(_sum_parts(x, split, pl.ds(index * RANKS, RANKS)), out)
+            elif phase == "shrink":
+                _let_next_start(config)
+                out[part, pl.ds(index * RANKS, RANKS)] = shrink()
             else:
-                h = shrink()
-            if phase == "shrink":
-                out[part, pl.ds(index * RANKS, RANKS)] = h
-            else:
-                expand(h, out)
+                expand(shrink(), out)
+
+        worker = lax.axis_index("worker")
+        pl.when((item.blocks > 0) & (worker == 0))(consume)
+        pl.when((item.blocks > 0) & (worker == 1))(produce)
 
     bf16 = jnp.bfloat16
     scratch = {
-        "w_s": plgpu.SMEM((stages, RANKS, width), bf16, transforms=OPERAND),
-        "bars_s": plgpu.Barrier(num_arrivals=SLOTS + (phase != "expand"), num_barriers=stages),
+        "w_s": plgpu.SMEM((stages * rows + RANKS - rows, width), bf16, transforms=OPERAND),
+        "full_s": plgpu.Barrier(num_arrivals=config.slots + (phase != "expand"), num_barriers=stages),
+        "free_s": plgpu.Barrier(num_barriers=stages),
     }
     if phase != "expand":
         scratch["x_s"] = plgpu.SMEM((stages, WINDOW, width), bf16, transforms=OPERAND)
     if phase != "shrink":
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
-        scratch["d_s"] = plgpu.SMEM((tokens * width // SWIZZLE, SWIZZLE), bf16, transforms=ROWS)  # (w/64, m, t), w
+        scratch["d_s"] = plgpu.SMEM(
+            (tokens * width // SWIZZLE, SWIZZLE), bf16, transforms=ROWS
+        )  # (w/64, m, t), w
     out_type = jax.ShapeDtypeStruct((split, nd * RANKS, WINDOW), jnp.float32) if phase == "shrink" else ()
 
     def body(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, **scratch: Ref) -> None:
         decode(x, chunks, items, pages, layer, out, scratch)
 
     body.__name__ = f"lora_decode_{phase}"
-    return _kernel(body, config, out_type=out_type, grid=(nd, split), scratch_types=scratch)
+    return _kernel(body, config, 2, out_type=out_type, grid=(nd, split), scratch_types=scratch)
+
+
+def _wait_for_inputs(config: LoraConfig) -> None:
+    """With programmatic dependent launch: until then, touch nothing that the step's earlier kernels write."""
+    if config.pdl and config.interpret is None:
+        plgpu.griddepcontrol_wait()
+
+
+def _let_next_start(config: LoraConfig) -> None:
+    if config.pdl and config.interpret is None:
+        plgpu.griddepcontrol_launch_dependents()
 
 
 def _may_start_empty(config: LoraConfig, phase: Phase) -> bool:
@@ -485,7 +528,16 @@ def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
     n_modules, width, stages = len(config.out_dims), config.width, config.stages
 
     def lora_tile_expand(
-        h: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, y: Ref, w_s: Ref, h_s: Ref, d_s: Ref, bars: Ref
+        h: Ref,
+        chunks: Ref,
+        items: Ref,
+        pages: Ref,
+        layer: Ref,
+        y: Ref,
+        w_s: Ref,
+        h_s: Ref,
+        d_s: Ref,
+        bars: Ref,
     ) -> None:
         index, part = lax.axis_index("item"), lax.axis_index("part")
         item = _Item(config, items, pages, layer, index)
@@ -512,7 +564,9 @@ def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
 
                 @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]))
                 def _(m: int = m) -> None:
-                    delta = _accumulate((TILE, width), functools.partial(plgpu.wgmma, a=h_s.at[m], b=w_s.at[stage]))
+                    delta = _accumulate(
+                        (TILE, width), functools.partial(plgpu.wgmma, a=h_s.at[m], b=w_s.at[stage])
+                    )
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     d_s[...] = delta.astype(jnp.bfloat16)
                     plgpu.commit_smem()
@@ -525,7 +579,9 @@ def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
                 issue(i + stages)
 
         def _add_tile(column: jax.Array) -> None:
-            if config.interpret is None:  # rows of other tokens get zeros added, rows past the end are dropped
+            if (
+                config.interpret is None
+            ):  # rows of other tokens get zeros added, rows past the end are dropped
                 _add(d_s, y.at[pl.ds(item.row, TILE), pl.ds(column, width)], config)
                 plgpu.commit_smem_to_gmem_group()
                 return
@@ -539,7 +595,8 @@ def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
         def _() -> None:
             @pl.when((item.blocks < SLOTS) | _may_start_empty(config, "expand"))
             def _() -> None:
-                _zero(w_s, stages)
+                for stage in range(stages):
+                    _zero(w_s.at[stage])
 
             plgpu.commit_smem()
             for step_ in range(stages):

@@ -87,11 +87,12 @@ def measure_ceilings() -> Ceilings:
     """A copy of 2 GiB and an 8192-cubed matrix product of random bf16."""
     size = 2**29 if jax.default_backend() == "gpu" else 2**20
     big = jnp.arange(size, dtype=jnp.uint32)
-    copy = seconds_per_call(lambda i, x: x ^ jnp.uint32(i + 1), big, calls=8, repeats=5, runs=1)
+    once = jax.lax.optimization_barrier  # each call its own pass over memory
+    copy = seconds_per_call(lambda i, x: once(x ^ jnp.uint32(i + 1)), big, calls=8, repeats=5, runs=1)
     n = 8192 if jax.default_backend() == "gpu" else 256
     a, b = (jax.random.normal(jax.random.key(s), (n, n), jnp.bfloat16) for s in (0, 1))
     small = b * jnp.bfloat16(n**-0.5)
-    matmul = seconds_per_call(lambda i, x, w: x @ w, a, small, calls=8, repeats=5, runs=1)
+    matmul = seconds_per_call(lambda i, x, w: once(x @ w), a, small, calls=8, repeats=5, runs=1)
     return Ceilings(copy=2 * big.nbytes / copy, matmul=2 * n**3 / matmul)
 
 
@@ -116,7 +117,9 @@ def versions() -> dict[str, str]:
 
 def current_commit() -> str:
     """The checkout's commit; 'unknown' where there is no checkout (pass --commit then)."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 

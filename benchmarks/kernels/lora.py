@@ -82,6 +82,7 @@ class Data:
     adapters: list[list[AdapterBlocks]]
 
 
+@functools.lru_cache(maxsize=1)
 def make(s: Setting) -> Data:
     sets = max(1, min(64, -(-400_000_000 // (LAYERS * s.weight_bytes))))
     counts = [s.pages_of(r) for r in s.rank_of]
@@ -90,14 +91,17 @@ def make(s: Setting) -> Data:
     ends = np.cumsum(np.tile(counts, sets))
     lists = [order[e - c : e] for e, c in zip(ends, counts * sets, strict=True)]
     adapters = [
-        [s.adapter(r, pages) for r, pages in zip(s.rank_of, lists[k * s.distinct :], strict=False)] for k in range(sets)
+        [s.adapter(r, pages) for r, pages in zip(s.rank_of, lists[k * s.distinct :], strict=False)]
+        for k in range(sets)
     ]
     rows = 0 if s.prompt else None
     nd, nt, lp = lora_work_needed(s.token_adapter, adapters[0], rows)
     a, b = s.chunks
     sizes: dict[str, Any] = {"a_chunks": [a] * 3 + [0] * 4, "b_chunks": [*b] + [0] * 4, "decode_rows": rows}
     works = [
-        LoraWork(**{k: jnp.asarray(v) for k, v in build_lora_work(s.token_adapter, w, nd, nt, lp, **sizes).items()})
+        LoraWork(
+            **{k: jnp.asarray(v) for k, v in build_lora_work(s.token_adapter, w, nd, nt, lp, **sizes).items()}
+        )
         for w in adapters
     ]
     keys = jax.random.split(jax.random.key(0), 3)
@@ -113,15 +117,26 @@ def _weights(key: jax.Array, n_pages: int, elems: int) -> jax.Array:
     return jax.random.normal(key, (n_pages, elems), jnp.bfloat16) * jnp.bfloat16(0.02)
 
 
-def apply(s: Setting, data: Data, i: int, y: jax.Array, x: jax.Array, pool: jax.Array, works: list[LoraWork], **kw: Any) -> jax.Array:
+def apply(
+    s: Setting,
+    data: Data,
+    i: int,
+    y: jax.Array,
+    x: jax.Array,
+    pool: jax.Array,
+    works: list[LoraWork],
+    **kw: Any,
+) -> jax.Array:
     return apply_lora(
         x, y, pool, i % LAYERS, works[i // LAYERS % len(works)],
         modules=(0, 1, 2), in_dim=s.d_model, out_dims=s.out_dims, chunk_width=W, **kw,
     )  # fmt: skip
 
 
-def reference(s: Setting, data: Data, layer: int) -> jax.Array:
+@functools.lru_cache(maxsize=1)
+def reference(s: Setting, layer: int) -> jax.Array:
     """x A^T B in float32 of the first set of adapters, by gathering every token's weights."""
+    data = make(s)
     chunks = data.pool[layer].reshape(-1, 8, W)
     (a, b), out = s.chunks, jnp.zeros(data.y.shape, jnp.float32)
     with jax.default_matmul_precision("highest"):
@@ -152,7 +167,7 @@ def measure(s: Setting, ceilings: Ceilings, variants: dict[str, Any]) -> Measure
     data = make(s)
     once = jax.jit(lambda y, x, pool, works: apply(s, data, LAYERS - 1, y, x, pool, works, **variants))
     got = once(data.y, data.x, data.pool, data.works).astype(jnp.float32) - data.y.astype(jnp.float32)
-    want = reference(s, data, LAYERS - 1)
+    want = reference(s, LAYERS - 1)
     error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
     assert error < 0.02, f"relative error of what is added {error:.3g}"
     calls = max(32, 2 * LAYERS * len(data.works)) if len(data.works) < 8 else LAYERS * len(data.works)
@@ -169,16 +184,16 @@ def _step(s: Setting, data: Data, variants: dict[str, Any], i: int, y: jax.Array
     return apply(s, data, i, y, *args, **variants)
 
 
-def case(s: Setting, **variants: Any) -> Case:
+def case(s: Setting, **tuning: Any) -> Case:
     described = {
         "tokens": s.tokens, "distinct": s.distinct, "ranks": "/".join(map(str, s.ranks)), "d_model": s.d_model,
         "kv": s.kv, "modules": "q,k,v",
     }  # fmt: skip
     return Case(
-        bench="lora_prefill" if s.prompt else "lora_decode",
-        case=described | variants,
+        bench=("lora_prefill" if s.prompt else "lora_decode") + "_variant" * bool(tuning),
+        case=described | tuning,
         unit="us",
-        run=functools.partial(measure, s, variants=variants),
+        run=functools.partial(measure, s, variants=tuning),
     )
 
 
@@ -192,11 +207,27 @@ CASES = [
     case(Setting(2048, 8, (16,), 4096, 4096, prompt=True)),
     case(Setting(2048, 8, MIXED, 4096, 1024, prompt=True)),
 ]
-if os.environ.get("LORA_VARIANTS"):  # what the defaults were chosen from
-    CASES = [
-        *(case(Setting(256, 256, r, 4096, 4096), stages=n, split=k)
-          for r in ((16,), (8,), MIXED) for n, k in ((2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2))),
-        *(case(Setting(*shape, 4096, 4096), stages=n, split=k)
-          for shape in ((256, 32, (16,)), (256, 1, (16,)), (16, 16, (16,))) for n in (2, 3) for k in (1, 2, 4, 8)),
+
+
+def tunings(shape: tuple[int, int, tuple[int, ...]], *choices: str) -> list[Case]:
+    """Cases of what the defaults were chosen from; a choice is split, stages, slots, pdl."""
+    keys = ("split", "stages", "slots", "pdl")
+    return [
+        case(Setting(*shape, 4096, 4096), **dict(zip(keys, map(int, choice.split(",")), strict=False)))
+        for choice in choices
+    ]
+
+
+if os.environ.get("SLORA_BENCH_VARIANTS"):
+    CASES += [
+        *tunings((256, 256, (16,)), "1,2", "1,3", "-1,2", "-1,3", "2,2", "2,3", "4,2", "2,2,8,1"),
+        *tunings((256, 256, (8,)), "1,2", "1,3,4", "1,4,4", "-1,2", "-1,4,4", "2,2", "2,4,4", "2,4,4,1"),
+        *tunings((256, 256, MIXED), "1,2", "2,2", "2,3", "4,2"),
+        *tunings((256, 32, (16,)), "1,2", "2,2", "4,2", "8,2", "4,2,8,1"),
+        *tunings((256, 1, (16,)), "1,2", "4,2", "8,2", "8,2,8,1"),
+        *tunings((16, 16, (16,)), "1,2", "8,2", "8,2,8,1"),
         *(case(Setting(2048, 8, (16,), 4096, 4096, prompt=True), stages=n) for n in (2, 3)),
-    ]  # fmt: skip
+    ]
+    CASES.sort(
+        key=lambda c: [c.case[k] for k in ("tokens", "distinct", "ranks", "d_model", "kv")]
+    )  # data is made once

@@ -36,7 +36,14 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_compiles_for_h200(
-    dump: Path, tokens: int, nd: int, nt: int, in_dim: int, out_dims: tuple[int, ...], width: int, page_elems: int
+    dump: Path,
+    tokens: int,
+    nd: int,
+    nt: int,
+    in_dim: int,
+    out_dims: tuple[int, ...],
+    width: int,
+    page_elems: int,
 ) -> None:
     modules = next(g for g in MODULE_GROUPS if len(g) == len(out_dims))
 

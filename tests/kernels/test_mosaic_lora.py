@@ -59,12 +59,16 @@ def pack(rng: np.random.Generator, ranks: list[dict[int, int]]) -> Adapters:
         for module, rank in sorted(modules.items()):
             count[module] = -(-rank // 8)
             for side, dense, width in (("a", a, IN[module]), ("b", b, OUT[module])):
-                dense[module] = bf16(rng.standard_normal((rank, width)) / np.sqrt(width if side == "a" else rank))
+                dense[module] = bf16(
+                    rng.standard_normal((rank, width)) / np.sqrt(width if side == "a" else rank)
+                )
                 starts[side][module] = len(chunks)
                 padded = np.zeros((count[module] * 8, width), np.float32)
                 padded[:rank] = dense[module]
                 chunks += [
-                    padded[8 * n : 8 * n + 8, c * W : c * W + W] for n in range(count[module]) for c in range(width // W)
+                    padded[8 * n : 8 * n + 8, c * W : c * W + W]
+                    for n in range(count[module])
+                    for c in range(width // W)
                 ]
         pages = [int(free.pop()) for _ in range(-(-len(chunks) // PER_PAGE))]
         for c, chunk in enumerate(chunks):
@@ -109,7 +113,14 @@ def check(
     nd, nt, lp = lora_work_needed(token_adapter, data.blocks, decode_rows)
     nd, nt = nd + spare if nd else 0, nt + spare if nt else 0
     host = build_lora_work(
-        token_adapter, data.blocks, nd, nt, lp + 1, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=decode_rows
+        token_adapter,
+        data.blocks,
+        nd,
+        nt,
+        lp + 1,
+        a_chunks=A_CHUNKS,
+        b_chunks=B_CHUNKS,
+        decode_rows=decode_rows,
     )
     work = LoraWork(**{name: jnp.asarray(array) for name, array in host.items()})
     outs = [OUT[m] for m in group]
@@ -171,7 +182,9 @@ def test_popularity(kind: str) -> None:
 
 def test_no_items_is_no_launch() -> None:
     data = pack(np.random.default_rng(5), [])
-    work = LoraWork(jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32))
+    work = LoraWork(
+        jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32)
+    )
     y = jnp.ones((3, 256), jnp.bfloat16)
     assert run(jnp.ones((3, 128), jnp.bfloat16), y, data.pool, work, group=QKV, split=None) is not None
 
@@ -188,9 +201,9 @@ def test_work_covers_every_token_once() -> None:
         )
         seen = np.zeros(len(token_adapter), int)
         for item in host["decode"][0]:
-            bits = [t for t in range(8) if item[1] >> t & 1]
-            seen[item[0] + bits] += 1
-            assert (token_adapter[item[0] + bits] == item[6]).all()  # one page each: page_base is the adapter
+            tokens = item[0] + [item[1] >> 4 * n & 7 for n in range(item[2])]
+            seen[tokens] += 1
+            assert (token_adapter[tokens] == item[6]).all()  # one page each: page_base is the adapter
         for item in host["tiles"][0]:
             assert item[0] + item[1] >= rows
             seen[item[0] + item[1] : item[0] + item[2]] += 1
@@ -200,7 +213,9 @@ def test_work_covers_every_token_once() -> None:
 
 def test_limits_are_told() -> None:
     x, y = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((8, 256), jnp.bfloat16)
-    work = LoraWork(jnp.zeros((4, 1, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32))
+    work = LoraWork(
+        jnp.zeros((4, 1, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32)
+    )
     pool = jnp.zeros((1, 1, 8 * W), jnp.bfloat16)
     good = {"modules": QKV, "in_dim": 128, "out_dims": (128, 64, 64), "chunk_width": W}
     for bad, word in (
@@ -215,5 +230,11 @@ def test_limits_are_told() -> None:
         apply_lora(x.astype(jnp.float32), y, pool, 0, work, **good)
     with pytest.raises(ValueError, match="nd=0 is too small"):
         build_lora_work(
-            np.zeros(1, np.int32), [([1], [1] * 7, [0] * 7, [0] * 7)], 0, 0, 1, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS
+            np.zeros(1, np.int32),
+            [([1], [1] * 7, [0] * 7, [0] * 7)],
+            0,
+            0,
+            1,
+            a_chunks=A_CHUNKS,
+            b_chunks=B_CHUNKS,
         )

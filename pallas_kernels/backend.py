@@ -107,11 +107,28 @@ XLA = Backend(
 )
 
 
-def select_backend(name: str) -> Backend:
-    """The backend of a name ("auto": the fastest that this project has for the device).
+def select_backend(name: str, platform: str, compute_capability: str | None, dtype: str) -> Backend:
+    """The backend that `name` asks for, or for "auto" the fastest one for this device and dtype.
 
-    Raises ValueError for a name that is none, or that the engine cannot use yet.
+    `compute_capability` is a GPU's ("9.0"), else None. Raises ValueError where the device or the dtype cannot
+    have the backend that was named.
     """
-    if name in ("auto", "xla"):
+    hopper = platform in ("gpu", "cuda") and float(compute_capability or 0) >= 9.0
+    if name == "xla" or (name == "auto" and not (hopper and dtype == "bfloat16")):
         return XLA
-    raise ValueError(f"kernel_backend '{name}' is not usable yet; use 'auto' or 'xla'")
+    if not hopper:
+        found = (
+            platform
+            if compute_capability is None
+            else f"{platform} of compute capability {compute_capability}"
+        )
+        raise ValueError(
+            f"kernel_backend 'mosaic' needs a GPU of compute capability 9.0 or more, found {found}"
+        )
+    if dtype != "bfloat16":
+        raise ValueError(f"kernel_backend 'mosaic' computes in bfloat16, not {dtype}: set dtype or use 'xla'")
+    from slora_jax.pallas_kernels.mosaic_backend import (
+        MOSAIC,
+    )  # its API changes often: only those who use it import it
+
+    return MOSAIC

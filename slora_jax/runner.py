@@ -75,7 +75,10 @@ class ModelRunner:
         params: dict[str, jax.Array],
     ) -> None:
         self._mesh = mesh
-        backend = select_backend(config.kernel_backend)
+        device = mesh.devices.flat[0]
+        capability = getattr(device, "compute_capability", None)
+        backend = select_backend(config.kernel_backend, device.platform, capability, config.dtype)
+        logger.info("kernels: %s on %s", backend.name, device.device_kind)
         step_config = StepConfig(
             layout=layout,
             rope=Rope.from_config(model_config),

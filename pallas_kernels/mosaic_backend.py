@@ -1,0 +1,72 @@
+"""The `mosaic` backend: Pallas Mosaic GPU kernels for Hopper, in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, LoraShape, Sizes
+from slora_jax.pallas_kernels.lora_work import (
+    FIELDS,
+    MODULE_GROUPS,
+    SLOTS,
+    TILE,
+    LoraWork,
+    build_lora_work,
+    lora_work_needed,
+)
+from slora_jax.pallas_kernels.mosaic_attention import decode_attention
+from slora_jax.pallas_kernels.mosaic_kv import write_kv
+from slora_jax.pallas_kernels.mosaic_lora import apply_lora
+from slora_jax.pallas_kernels.mosaic_prefill import prefill_attention
+
+
+class MosaicPlanner:
+    """Work lists of `mosaic_lora`: sizes are (decode items, tiles of a group of modules, adapter pages)."""
+
+    def needs(self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], shape: LoraShape) -> Sizes:
+        return lora_work_needed(token_adapter, adapters, shape.decode_rows)
+
+    def sizes(self, rung: int, shape: LoraShape) -> Sizes:
+        """64, 256, 1024, ... items; a quarter of that for tiles, none without prompts; pages of as many
+        blocks.
+        """
+        if rung == 0:
+            return 0, 0, 0
+        items = 64 * 4 ** (rung - 1)
+        prompts = shape.tokens - shape.decode_rows
+        tiles = max(items // 4, -(-prompts // TILE)) if prompts else 0
+        chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
+        widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)
+        pages = -(-(items + tiles) * SLOTS * widest // shape.chunks_per_page)
+        return items, tiles, pages + shape.decode_rows + shape.prefill_seqs
+
+    def fields(self, sizes: Sizes, shape: LoraShape) -> Mapping[str, tuple[int, ...]]:
+        decode, tiles, pages = sizes
+        groups = len(MODULE_GROUPS)
+        return {"decode": (groups, decode, FIELDS), "tiles": (groups, tiles, FIELDS), "pages": (pages,)}
+
+    def build(
+        self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], sizes: Sizes, shape: LoraShape
+    ) -> Mapping[str, np.ndarray]:
+        return build_lora_work(
+            token_adapter,
+            adapters,
+            *sizes,
+            a_chunks=shape.a_chunks,
+            b_chunks=shape.b_chunks,
+            decode_rows=shape.decode_rows,
+        )
+
+
+MOSAIC = Backend(
+    name="mosaic",
+    write_kv=write_kv,
+    decode_attention=decode_attention,
+    prefill_attention=prefill_attention,
+    apply_lora=apply_lora,
+    prefill_tile=128,
+    lora_work=LoraWork,
+    planner=MosaicPlanner(),
+)

@@ -79,6 +79,7 @@ class _Shape(NamedTuple):
     stages: int
     chunk: int
     scale: float
+    auto_barriers: bool
     p_in_smem: bool  # the interpreter has no wgmma with a register operand
 
     @property
@@ -105,6 +106,7 @@ def decode_attention(
     blocks: int = BLOCKS,
     stages: int = STAGES,
     chunk: int | None = None,
+    auto_barriers: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -134,6 +136,7 @@ def decode_attention(
         stages=stages,
         chunk=chunk,
         scale=scale,
+        auto_barriers=auto_barriers,
         p_in_smem=interpret is not None,
     )
     plan = plan_decode(kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS)
@@ -209,18 +212,13 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         count = stretch[block * 4 + 3]
         start = tuple(stretch[block * 4 + n] for n in range(3))
 
-        # A predicate costs no branch, but the interpreter knows none.
-        def copy_if(condition: Any, src: Any, dst: Any, bar: Any) -> None:
+        def copy_or_arrive(has: Any, src: Any, dst: Any, bar: Any) -> None:
+            """A copy without bytes still arrives at its barrier. (The interpreter knows no predicates.)"""
             if interpret is None:
-                plgpu.copy_gmem_to_smem(src, dst, bar, predicate=condition)
+                plgpu.copy_gmem_to_smem(src, dst, bar, predicate=has)
             else:
-                pl.when(condition)(lambda: plgpu.copy_gmem_to_smem(src, dst, bar))
-
-        def arrive_if(condition: Any, bar: Any) -> None:
-            if interpret is None:
-                plgpu.barrier_arrive(bar, predicate=condition)
-            else:
-                pl.when(condition)(lambda: plgpu.barrier_arrive(bar))
+                pl.when(has)(lambda: plgpu.copy_gmem_to_smem(src, dst, bar))
+                pl.when(jnp.logical_not(has))(lambda: plgpu.barrier_arrive(bar))
 
         def read(j: Any) -> tuple[Any, Any]:
             seq = seqs[jnp.minimum(j, z.batch - 1)]
@@ -236,29 +234,22 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             at = seq * z.max_pages
             return [table[at + jnp.minimum(i * z.pages + p, z.max_pages - 1)] for p in range(z.pages)]
 
-        def issue(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any, live: Any) -> None:
+        def issue(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any) -> None:
             """Start the copies of a chunk's K (0) or V (1); pages beyond the length arrive without a copy."""
             to, bar = ((k_s, k_bar), (v_s, v_bar))[half]
             for p, page in enumerate(ids):
                 row = (((first_page + page) * 2 + half) * z.n_kv + head) * z.page_tokens
-                has = live & (i * chunk + p * z.page_tokens < n) if p else live
-                copy_if(
-                    has,
-                    pool.at[pl.ds(row, z.page_tokens)],
-                    to.at[slot, pl.ds(p * z.page_tokens, z.page_tokens)],
-                    bar.at[slot],
-                )
+                src = pool.at[pl.ds(row, z.page_tokens)]
+                dst = to.at[slot, pl.ds(p * z.page_tokens, z.page_tokens)]
                 if p:
-                    arrive_if(live & (i * chunk + p * z.page_tokens >= n), bar.at[slot])
+                    copy_or_arrive(i * chunk + p * z.page_tokens < n, src, dst, bar.at[slot])
+                else:
+                    plgpu.copy_gmem_to_smem(src, dst, bar.at[slot])
 
-        def issue_q(seq: Any, head: Any, segment: Any, live: Any) -> None:
+        def issue_q(seq: Any, head: Any, segment: Any) -> None:
             slot = lax.rem(segment, stages)
-            copy_if(
-                live,
-                q.at[pl.ds((seq * z.n_kv + head) * group, z.rows)],
-                q_s.at[slot, pl.ds(0, z.rows)],
-                q_bar.at[slot],
-            )
+            src = q.at[pl.ds((seq * z.n_kv + head) * group, z.rows)]
+            plgpu.copy_gmem_to_smem(src, q_s.at[slot, pl.ds(0, z.rows)], q_bar.at[slot])
 
         ahead, segments = start, jnp.int32(0)
         for s in range(stages):
@@ -266,9 +257,9 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             live = s < count
             ids = page_ids(seq, ahead[2])
             opens = live if s == 0 else live & (ahead[2] == 0)
-            issue_q(seq, ahead[1], segments, opens)
+            pl.when(opens)(functools.partial(issue_q, seq, ahead[1], segments))
             for half in range(2):
-                issue(half, ids, ahead[1], ahead[2], n, s, live)
+                pl.when(live)(functools.partial(issue, half, ids, ahead[1], ahead[2], n, s))
             segments = segments + opens.astype(jnp.int32)
             ahead = after(*ahead, n)
 
@@ -288,8 +279,8 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             score = pl.run_scoped(scores, plgpu.ACC((TILE_ROWS, chunk), f32)) * (z.scale * LOG2E)
             plgpu.commit_smem()  # every warp has read K
             opens = next_live & (ahead[2] == 0)
-            issue_q(next_seq, ahead[1], segments, opens)
-            issue(0, next_ids, ahead[1], ahead[2], next_n, slot, next_live)
+            pl.when(opens)(lambda: issue_q(next_seq, ahead[1], segments))
+            pl.when(next_live)(lambda: issue(0, next_ids, ahead[1], ahead[2], next_n, slot))
 
             column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
             score = jnp.where(column < n - i * chunk, score, NO_SCORE)
@@ -318,7 +309,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
             acc = acc + pl.run_scoped(values, plgpu.ACC((TILE_ROWS, e), f32))
             plgpu.commit_smem()  # every warp has read V
-            issue(1, next_ids, ahead[1], ahead[2], next_n, slot, next_live)
+            pl.when(next_live)(lambda: issue(1, next_ids, ahead[1], ahead[2], next_n, slot))
             return acc, new_top, total, after(*ahead, next_n), segments + opens.astype(jnp.int32)
 
         def segment_step(carry: Any) -> Any:
@@ -394,7 +385,11 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         ),
         grid=(z.blocks,),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=not z.auto_barriers,
+        ),
         scratch_types=[
             plgpu.SMEM((stages, TILE_ROWS, e), bf16, transforms=TILED),
             plgpu.SMEM((stages, chunk, e), bf16, transforms=TILED),

@@ -44,6 +44,7 @@ class _Shape(NamedTuple):
     scale: float
     overlap: bool
     pingpong: bool
+    auto_barriers: bool
     p_in_smem: bool  # the interpreter has no wgmma with a register operand
 
     @property
@@ -81,6 +82,7 @@ def prefill_attention(
     stages: int = STAGES,
     overlap: bool = True,
     pingpong: bool = False,
+    auto_barriers: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
     """Causal attention of ragged prompt chunks over all that their sequences' pages hold.
@@ -118,6 +120,7 @@ def prefill_attention(
         scale=scale,
         overlap=overlap,
         pingpong=pingpong,
+        auto_barriers=auto_barriers,
         p_in_smem=interpret is not None,
     )
     rows = pool.reshape(n_layers * n_pages * 2 * n_kv * page_tokens, e)
@@ -214,12 +217,11 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
             lax.fori_loop(steps, steps + stages, drain, None)
 
         def copy_or_arrive(has: Any, src: Any, dst: Any, bar: Any, always: bool) -> None:
-            """Pages beyond the context arrive without a copy. (The interpreter knows no predicates.)"""
+            """A copy without bytes still arrives at its barrier. (The interpreter knows no predicates.)"""
             if always:
                 plgpu.copy_gmem_to_smem(src, dst, bar)
             elif interpret is None:
                 plgpu.copy_gmem_to_smem(src, dst, bar, predicate=has)
-                plgpu.barrier_arrive(bar, predicate=jnp.logical_not(has))
             else:
                 pl.when(has)(lambda: plgpu.copy_gmem_to_smem(src, dst, bar))
                 pl.when(jnp.logical_not(has))(lambda: plgpu.barrier_arrive(bar))
@@ -418,7 +420,9 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         num_threads=consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=not z.auto_barriers,
         ),
         scratch_types=[
             plgpu.SMEM((consumers, ROWS, e), bf16, transforms=TILED),

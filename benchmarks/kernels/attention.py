@@ -228,6 +228,7 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
         {"stages": 4, "blocks": 132},
         {"stages": 1, "blocks": 396},
         {"page_tokens": 64},
+        {"auto_barriers": False},
     ):
         for shape in ((256, 400, 32, 32), (16, 4096, 32, 8)):
             CASES.append(_decode(*shape, bench="paged_decode_variant", **tuning))
@@ -237,4 +238,6 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
                 CASES.append(
                     _prefill(4096, 32, 8, tile=tile, overlap=overlap, pingpong=pingpong, bench="prefill_variant")
                 )
+    CASES.append(_prefill(4096, 32, 8, auto_barriers=False, bench="prefill_variant"))
+    CASES.append(_prefill(4096, 32, 8, auto_barriers=False, pingpong=True, bench="prefill_variant"))
     CASES.append(_prefill(4096, 32, 8, tile=64, block_kv=64, stages=4, bench="prefill_variant"))

@@ -1,0 +1,75 @@
+"""The Mosaic attention kernels compiled for sm_90a: no spills, no copy of the pool. Needs the CUDA plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from slora_jax.pallas_kernels import aot
+from slora_jax.pallas_kernels.mosaic_attention import decode_attention
+from slora_jax.pallas_kernels.mosaic_kv import write_kv
+from slora_jax.pallas_kernels.mosaic_prefill import prefill_attention
+
+pytestmark = pytest.mark.aot
+LAYERS, PAGES, PAGE_TOKENS = 4, 2000, 16
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("aot")
+    aot.prepare(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("h", "n_kv", "e"), [(32, 8, 128), (32, 32, 128), (14, 2, 64), (9, 3, 64), (40, 40, 128)])
+def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
+    """Two layers of KV write, decode and prefill attention, as a step has them."""
+    decodes, prompts, pages, tile = 64, 512, 40, 128
+    tiles = prompts // tile + 8
+    bf16, i32 = jnp.bfloat16, jnp.int32
+
+    def two_layers(
+        pool: jax.Array, x: jax.Array, kv: jax.Array, tokens: jax.Array, table: jax.Array, cut: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        sizes = {"n_kv": n_kv, "page_tokens": PAGE_TOKENS, "scale": 0.1}
+        for layer in range(2):
+            pool = write_kv(pool, layer, kv, kv, tokens[0], tokens[1], page_tokens=PAGE_TOKENS)
+            one = decode_attention(x[:decodes], pool, layer, table, tokens[2][:decodes], **sizes)
+            rest = prefill_attention(
+                x[decodes:],
+                pool,
+                layer,
+                table,
+                tokens[2][decodes:],
+                cut[0],
+                cut[1],
+                cut[2],
+                tokens[1][decodes:],
+                tile=tile,
+                **sizes,
+            )
+            x = jnp.concatenate([one, rest])
+        return pool, x
+
+    t, elems = decodes + prompts, 2 * n_kv * PAGE_TOKENS * e
+    compiled = aot.compile_for_h200(
+        two_layers,
+        aot.shape((LAYERS, PAGES, elems), bf16),
+        aot.shape((t, h, e), bf16),
+        aot.shape((t, n_kv, e), bf16),
+        aot.shape((3, t), i32),
+        aot.shape((decodes, pages), i32),
+        aot.shape((3, tiles), i32),
+        donate=(0,),
+    )
+    memory = compiled.memory_analysis()
+    pool_bytes = LAYERS * PAGES * elems * 2
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert aot.large_temporaries(compiled) < pool_bytes // 4
+    reports = aot.ptx_reports(dump)
+    assert {r.name.rsplit("_", 1)[0] for r in reports} == {"decode", "merge_decode", "prefill", "write_kv"}
+    for report in reports:
+        assert report.spill_bytes == 0, report

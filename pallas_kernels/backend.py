@@ -63,6 +63,9 @@ class Backend:
     prefill_attention: Callable[..., Any]
     apply_lora: Callable[..., Any]
     prefill_tile: int  # tokens of one prompt that prefill attention takes together
+    short_context: (
+        int  # tokens up to which attention costs as much as the page table is wide; beyond: true lengths
+    )
     lora_work: type[Any]  # the registered dataclass that apply_lora reads
     planner: LoraPlanner
 
@@ -102,6 +105,7 @@ XLA = Backend(
     prefill_attention=xla_attention.prefill_attention,
     apply_lora=xla_lora.apply_lora,
     prefill_tile=64,
+    short_context=xla_attention.BLOCK_TOKENS,
     lora_work=xla_lora.LoraBlocks,
     planner=XlaPlanner(),
 )

@@ -28,6 +28,7 @@ from slora_jax.sampling import SamplingRows
 from slora_jax.scheduler import Chunk, StepPlan
 
 Field = tuple[tuple[int, ...], np.dtype]
+Bias = list[tuple[int, float]]  # (token, what is added to its logit)
 _LORA = "lora."  # before the names of the work list's arrays
 _I, _F, _U = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint32)
 
@@ -116,6 +117,15 @@ class StepBatch:
 
 
 _SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingRows))
+_REQUEST_FIELDS = (  # of SamplingRows that SamplingParams has under the same name
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _OWN_FIELDS = tuple(f.name for f in dataclasses.fields(StepBatch) if f.name not in ("sampling", "lora"))
 
 
@@ -143,22 +153,26 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> tuple[StepShape, np.ndarray]:
         """A plan's shape and packed input i32[packed_size], once `Scheduler.schedule` has committed it."""
+        bias = [_bias(c.sequence) if c.samples else [] for c in plan]
         shape = self._buckets.fit(
             decodes=len(plan.decodes),
             prefill_tokens=sum(c.count for c in plan.prefills),
             prefill_seqs=len(plan.prefills),
             pages=max(len(c.sequence.pages) for c in plan),
-            bias=sum(len(_bias(c.sequence)) for c in plan if c.samples),
+            bias=sum(map(len, bias)),
         )
         token_adapter, adapters = self._adapters(plan, shape)
-        if not adapters:
-            return shape, self._pack(plan, shape, {})
-        planner, lora_shape = self._backend.planner, self._buckets.lora_shape(shape)
-        sizes = self._buckets.lora_sizes(planner.needs(token_adapter, adapters, lora_shape), lora_shape)
-        shape = dataclasses.replace(shape, lora=tuple(planner.fields(sizes, lora_shape).items()))
-        return shape, self._pack(plan, shape, planner.build(token_adapter, adapters, sizes, lora_shape))
+        lora: Mapping[str, np.ndarray] = {}
+        if adapters:
+            planner, lora_shape = self._backend.planner, self._buckets.lora_shape(shape)
+            sizes = self._buckets.lora_sizes(planner.needs(token_adapter, adapters, lora_shape), lora_shape)
+            shape = dataclasses.replace(shape, lora=tuple(planner.fields(sizes, lora_shape).items()))
+            lora = planner.build(token_adapter, adapters, sizes, lora_shape)
+        return shape, self._pack(plan, shape, bias, lora)
 
-    def _pack(self, plan: StepPlan, shape: StepShape, lora: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _pack(
+        self, plan: StepPlan, shape: StepShape, bias: list[Bias], lora: Mapping[str, np.ndarray]
+    ) -> np.ndarray:
         packed = np.zeros(shape.packed_size, np.int32)
         view = _views(packed, shape)
         for name in ("token_page", "tile_seq"):
@@ -169,36 +183,50 @@ class BatchBuilder:
             view[name][:] = 1
         view["num_logprobs"][:] = -1
         view["bias_row"][:] = shape.rows
-        bias: list[tuple[int, int, float]] = []
-        for row, chunk in enumerate(plan.decodes):
-            self._put_tokens(view, chunk, row)
-            view["decode_pages"][row, : len(chunk.sequence.pages)] = chunk.sequence.pages
-            self._put_row(view, chunk, row, row, bias)
+        self._put_decodes(view, plan.decodes)
         token, tile = shape.decode_rows, 0
         for index, chunk in enumerate(plan.prefills):
-            self._put_tokens(view, chunk, token)
-            view["prefill_pages"][index, : len(chunk.sequence.pages)] = chunk.sequence.pages
+            self._put_chunk(view, chunk, token, view["prefill_pages"][index])
             tile = self._put_tiles(view, chunk, index, token - shape.decode_rows, tile)
             token += chunk.count
-            self._put_row(view, chunk, shape.decode_rows + index, token - 1, bias)
-        if bias:
-            (
-                view["bias_row"][: len(bias)],
-                view["bias_token"][: len(bias)],
-                view["bias_value"][: len(bias)],
-            ) = zip(*bias, strict=True)
+            view["sample_token"][shape.decode_rows + index] = token - 1
+        rows = [*enumerate(plan.decodes), *enumerate(plan.prefills, shape.decode_rows)]
+        self._put_rows(view, rows)
+        entries = [(row, *entry) for (row, _), of_row in zip(rows, bias, strict=True) for entry in of_row]
+        if entries:
+            for name, values in zip(
+                ("bias_row", "bias_token", "bias_value"), zip(*entries, strict=True), strict=True
+            ):
+                view[name][: len(entries)] = values
         for name, array in lora.items():
             view[_LORA + name][...] = array
         return packed
 
-    def _put_tokens(self, view: Mapping[str, np.ndarray], chunk: Chunk, at: int) -> None:
+    def _put_decodes(self, view: Mapping[str, np.ndarray], chunks: list[Chunk]) -> None:
+        """Single tokens, a row each. A large batch has hundreds, and NumPy costs by the call: lists first."""
+        n, size = len(chunks), self._layout.page_tokens
+        sequences = [c.sequence for c in chunks]
+        view["token_ids"][:n] = [
+            s.tokens[c.start] if c.start < len(s.tokens) else -1
+            for c, s in zip(chunks, sequences, strict=True)
+        ]
+        view["positions"][:n] = [c.start for c in chunks]
+        view["token_page"][:n] = [c.sequence.pages[c.start // size] for c in chunks]
+        view["token_slot"][:n] = [s.slot for s in sequences]
+        view["prompt_len"][:n] = [s.prompt_len for s in sequences]
+        view["sample_token"][:n] = np.arange(n)
+        for table, sequence in zip(view["decode_pages"], sequences, strict=False):  # then padding rows
+            table[: len(sequence.pages)] = sequence.pages
+
+    def _put_chunk(self, view: Mapping[str, np.ndarray], chunk: Chunk, at: int, table: np.ndarray) -> None:
+        """A prompt's tokens from token `at` on, and its sequence's pages into `table` [m]."""
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         span = slice(at, at + chunk.count)
-        known = sequence.tokens[start:end]
-        view["token_ids"][span] = known if known else -1
+        table[: len(sequence.pages)] = sequence.pages
         positions = np.arange(start, end)
+        view["token_ids"][span] = sequence.tokens[start:end]
         view["positions"][span] = positions
-        view["token_page"][span] = np.asarray(sequence.pages)[positions // self._layout.page_tokens]
+        view["token_page"][span] = table[positions // self._layout.page_tokens]
         view["token_slot"][span] = sequence.slot
         view["prompt_len"][span] = sequence.prompt_len
 
@@ -214,35 +242,23 @@ class BatchBuilder:
         view["tile_row"][start : start + chunk.count] = tile * self._tile + np.arange(chunk.count)
         return tile + count
 
-    def _put_row(
-        self,
-        view: Mapping[str, np.ndarray],
-        chunk: Chunk,
-        row: int,
-        token: int,
-        bias: list[tuple[int, int, float]],
-    ) -> None:
-        sequence, params = chunk.sequence, chunk.sequence.request.params
-        view["sample_token"][row] = token
-        if chunk.start == 0:
-            view["reset_slot"][row] = sequence.slot
-        if not chunk.samples:
+    def _put_rows(self, view: Mapping[str, np.ndarray], rows: list[tuple[int, Chunk]]) -> None:
+        """How each row that samples is drawn, and which slots' token counts begin anew."""
+        for row, chunk in rows:
+            if chunk.start == 0:
+                view["reset_slot"][row] = chunk.sequence.slot
+        sampling = [(row, c.sequence) for row, c in rows if c.samples]
+        if not sampling:
             return
-        view["sample_slot"][row] = sequence.slot
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            view[name][row] = getattr(params, name)
-        view["seed"][row] = seed_words(sequence.seed)
-        view["position"][row] = sequence.num_outputs - 1  # the plan is committed: its own token is counted
-        view["num_logprobs"][row] = -1 if params.logprobs is None else params.logprobs
-        bias.extend((row, t, b) for t, b in _bias(sequence))
+        at, sequences = map(list, zip(*sampling, strict=True))
+        params = [s.request.params for s in sequences]
+        view["sample_slot"][at] = [s.slot for s in sequences]
+        for name in _REQUEST_FIELDS:
+            view[name][at] = [getattr(p, name) for p in params]
+        view["seed"][at] = [seed_words(s.seed) for s in sequences]
+        # The plan is committed: a sequence's own token is counted among its outputs.
+        view["position"][at] = [s.num_outputs - 1 for s in sequences]
+        view["num_logprobs"][at] = [-1 if p.logprobs is None else p.logprobs for p in params]
 
     def _adapters(self, plan: StepPlan, shape: StepShape) -> tuple[np.ndarray, list[AdapterBlocks]]:
         """Each token's index among the batch's adapters i32[t] (-1: base), and their pages and blocks."""
@@ -264,9 +280,7 @@ class BatchBuilder:
 def _adapter_blocks(adapter: Adapter) -> AdapterBlocks:
     """A resident adapter as the backend's planner takes it."""
     assert adapter.pages is not None and adapter.packed is not None
-    placed = adapter.packed.layout
-    tables = [[t.get(m, 0) for m in MODULES] for t in (placed.rank_blocks, placed.a_start, placed.b_start)]
-    return np.asarray(adapter.pages, np.int32), tables[0], tables[1], tables[2]
+    return np.asarray(adapter.pages, np.int32), *adapter.packed.layout.tables
 
 
 def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
@@ -278,7 +292,7 @@ def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
     return views
 
 
-def _bias(sequence: Sequence) -> list[tuple[int, float]]:
+def _bias(sequence: Sequence) -> Bias:
     """logit_bias, and a ban of every token that would end the sequence before `min_tokens`."""
     params = sequence.request.params
     entries = list(params.logit_bias.items())
@@ -311,10 +325,12 @@ class ShapeBuckets:
         ratio: int,
     ) -> ShapeBuckets:
         """Geometric ladders of the given ratio; fewer rungs compile less, more rungs pad less."""
+        longest = -(-max_model_len // layout.page_tokens)
+        short = -(-backend.short_context // layout.page_tokens) or longest
         return cls(
             decode_rows=_ladder(max_batch_size, 2, ratio),
             prefill_tokens=_ladder(max_step_tokens, 32, ratio),
-            pages=_ladder(-(-max_model_len // layout.page_tokens), 8, ratio),
+            pages=tuple(sorted({min(short, longest), longest})),
             # Never 0: XLA (jaxlib 0.11.2) crashes over an input of no elements that a shard_map does not use.
             bias=_ladder(max_batch_size * 1280, 64, 16),
             max_batch_size=max_batch_size,

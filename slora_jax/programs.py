@@ -87,6 +87,10 @@ class ProgramBuilder:
         self._lock = threading.Lock()
         self._precision = "highest" if pool.dtype == jnp.float32 else "default"
 
+    def parameters(self) -> list[jax.Array]:
+        """The model's arrays."""
+        return [leaf for module in (self._ends, *self._layers) for leaf in module.leaves]
+
     def build(self, shape: StepShape) -> Program:
         """Compile the program of a shape (or put it together from parts that other shapes have compiled)."""
         packed = jax.ShapeDtypeStruct(

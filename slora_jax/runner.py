@@ -77,12 +77,12 @@ class ModelRunner:
         self._mesh = mesh
         device = mesh.devices.flat[0]
         capability = getattr(device, "compute_capability", None)
-        backend = select_backend(config.kernel_backend, device.platform, capability, config.dtype)
-        logger.info("kernels: %s on %s", backend.name, device.device_kind)
+        self.backend = select_backend(config.kernel_backend, device.platform, capability, config.dtype)
+        logger.info("kernels: %s on %s", self.backend.name, device.device_kind)
         step_config = StepConfig(
             layout=layout,
             rope=Rope.from_config(model_config),
-            backend=backend,
+            backend=self.backend,
             max_logprobs=config.max_logprobs,
             record_logits=config.record_logits,
         )
@@ -91,13 +91,13 @@ class ModelRunner:
         self._builder = ProgramBuilder(step_config, mesh, model, self._pool, self._slots)
         self.buckets = ShapeBuckets.for_engine(
             layout,
-            backend,
+            self.backend,
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
             max_model_len=max_model_len,
             ratio=_BUCKET_RATIO,
         )
-        self._batches = BatchBuilder(layout, backend, self.buckets)
+        self._batches = BatchBuilder(layout, self.backend, self.buckets)
         self._programs: dict[StepShape, Program] = {}
         self._write_pages = _page_writer(mesh)
         self.compilations = 0
@@ -145,6 +145,15 @@ class ModelRunner:
                 self.compilations += 1
                 if progress is not None:
                     progress("compiling", done, len(todo))
+
+    @property
+    def pool(self) -> jax.Array:
+        """The page pool; valid until the next launch or write, which take it over."""
+        return self._pool
+
+    def parameters(self) -> list[jax.Array]:
+        """The model's arrays."""
+        return self._builder.parameters()
 
     def read_page(self, page: int) -> np.ndarray:
         """One page over all layers and shards [n_layers, tp * page_elems] (for tests and debugging)."""

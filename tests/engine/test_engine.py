@@ -74,6 +74,19 @@ def test_tensor_parallel_meshes_give_the_same_tokens(
     sharded.check_integrity()
 
 
+def test_a_step_as_one_program_gives_the_same_tokens_as_one_a_layer(
+    engine: Engine, tiny_model_dir: Path, adapters: dict[str, Path]
+) -> None:
+    """GPUs run whole steps, CPUs a layer at a time: the same functions, compiled differently."""
+    whole = make_engine(tiny_model_dir)
+    whole._runner._builder._layered = False
+    for name, path in adapters.items():
+        whole.load_adapter(name, path)
+    names = [None, *ADAPTERS]
+    want = [o.token_ids for o in engine.generate(PROMPTS, names, GREEDY)]
+    assert [o.token_ids for o in whole.generate(PROMPTS, names, GREEDY)] == want
+
+
 def test_a_request_s_result_does_not_depend_on_its_batch(engine: Engine) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.8, top_k=30, presence_penalty=0.5, seed=7)
     names = [None, *ADAPTERS]
@@ -218,10 +231,58 @@ def test_bad_requests_are_refused_before_anything_runs(
     engine.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "prompts must be a string, a list of token ids, or a list of these, got None"),
+        ((5,), "prompts must be .*, got 5"),
+        ((b"ab",), "prompts must be .*, got b'ab'"),
+        (({1: 2},), "prompts must be .*, got {1: 2}"),
+        ((np.array(3),), "prompts must be"),
+        (([1.5],), "a prompt must be a string or a list of token ids, got 1.5"),
+        (([1, [2]],), "a prompt must be a string or a list of token ids, got 1"),
+        (([None],), "a prompt must be .*, got None"),
+        (([b"ab"],), "a prompt must be .*, got b'ab'"),
+        (([[1]], 5), "adapter_ids must be one str or a list of 1, one for each prompt, got 5"),
+        (([[1]], [5]), "an adapter id must be a string or None, got 5"),
+        (
+            ([[1]], None, {"n": 1}),
+            "sampling_params must be one SamplingParams or a list of 1, .*, got {'n': 1}",
+        ),
+        (([[1]], None, [{"n": 1}]), "sampling parameters must be a SamplingParams, got {'n': 1}"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(
+    engine: Engine, arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate(*arguments)
+    with pytest.raises(ValueError, match="request_id must be a string, got 5"):
+        engine.add_request([1], request_id=5)  # type: ignore[arg-type]
+    assert not engine.has_unfinished()
+
+
+def test_token_ids_may_come_in_any_list(engine: Engine) -> None:
+    want = [o.token_ids for o in engine.generate([[1, 2], [3, 4]], None, GREEDY)]
+    for prompts in (np.array([[1, 2], [3, 4]]), ((1, 2), range(3, 5)), (iter(p) for p in ([1, 2], [3, 4]))):
+        assert [o.token_ids for o in engine.generate(prompts, None, GREEDY)] == want  # type: ignore[arg-type]
+
+
+def test_ids_that_the_engine_makes_avoid_those_of_callers(engine: Engine) -> None:
+    made = int(engine.add_request([1]).removeprefix("request-"))
+    taken = [engine.add_request([1], request_id=f"request-{made + i}") for i in (1, 3)]
+    assert engine.add_request([1]) == f"request-{made + 2}"
+    assert [o.request_id for o in engine.generate([[1]] * 2)] == [f"request-{made + i}" for i in (4, 5)]
+    ended = []
+    while engine.has_unfinished():
+        ended += [e.request_id for e in engine.step() if e.finish_reason is not None]
+    assert set(taken) <= set(ended)
+
+
 def test_lists_must_match_the_prompts(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="adapter_ids must be one value or a list of 2"):
+    with pytest.raises(ValueError, match="adapter_ids must be one str or a list of 2"):
         engine.generate([[1], [2]], ["qv_r3"])
-    with pytest.raises(ValueError, match="sampling_params must be one value or a list of 2"):
+    with pytest.raises(ValueError, match="sampling_params must be one SamplingParams or a list of 2"):
         engine.generate([[1], [2]], None, [GREEDY])
 
 
@@ -234,6 +295,8 @@ def test_adapter_names(engine: Engine, adapters: dict[str, Path]) -> None:
         engine.unload_adapter("nobody")
     with pytest.raises(ValueError, match="must not be empty"):
         engine.load_adapter("", adapters["qv_r3"])
+    with pytest.raises(ValueError, match="an adapter's name must be a string, got 5"):
+        engine.load_adapter(5, adapters["qv_r3"])  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
         engine.load_adapter("ghost", adapters["qv_r3"].parent / "ghost")
 

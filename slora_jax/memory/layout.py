@@ -41,6 +41,15 @@ class AdapterLayout:
     num_chunks: int
     num_pages: int
 
+    @functools.cached_property
+    def tables(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """rank_blocks, a_start and b_start by module, in the order of MODULES; 0: not targeted."""
+        blocks, a, b = (
+            tuple(table.get(m, 0) for m in MODULES)
+            for table in (self.rank_blocks, self.a_start, self.b_start)
+        )
+        return blocks, a, b
+
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
@@ -84,8 +93,8 @@ class PageLayout:
         if not widths:
             raise ValueError(
                 f"no width of 8 to 256 columns divides every module dimension of a shard ({in_dims} -> "
-                f"{out_dims}) and a page of {page_elems} elements in chunks of {RANK_BLOCK} rows; dimensions must "
-                "be multiples of 8 (lower tensor_parallel_size), and page_tokens=16 fits most models"
+                f"{out_dims}) and a page of {page_elems} elements in chunks of {RANK_BLOCK} rows; dimensions "
+                "must be multiples of 8 (lower tensor_parallel_size), and page_tokens=16 fits most models"
             )
         return cls(
             n_layers=config.num_hidden_layers,

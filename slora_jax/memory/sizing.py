@@ -54,7 +54,8 @@ def size_pool(
             "max_model_len"
         )
     logger.info(
-        "pool: %d pages of %d tokens, %.2f GiB a shard: %d tokens of KV, or %d rank-16 adapters (all modules)",
+        "pool: %d pages of %d tokens, %.2f GiB a shard: %d tokens of KV, or %d rank-16 adapters (all "
+        "modules)",
         num_pages - 1,
         config.page_tokens,
         num_pages * page_bytes / 2**30,

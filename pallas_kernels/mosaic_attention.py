@@ -20,9 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-BLOCKS = 264  # two on each of an H100's or H200's 132 multiprocessors
+BLOCKS = 264  # stretches: two on each of an H100's or H200's 132 multiprocessors
+CONSUMERS = 2  # warpgroups of a thread block that multiply, each with a stretch of its own
 CHUNK_ELEMS = 8192  # of K in a chunk: 64 tokens of head_dim 128
-STAGES = 2  # chunks in flight in a block; with more, two blocks do not fit a multiprocessor
+STAGES = 2  # chunks in flight for a warpgroup; more do not fit the shared memory
 MIN_CHUNKS = 2  # of a stretch: a shorter one costs more to merge than it saves
 TILE_ROWS = 64  # of wgmma
 MAX_GROUP = 16
@@ -76,6 +77,7 @@ class _Shape(NamedTuple):
     page_tokens: int
     n_pages: int
     blocks: int
+    consumers: int
     stages: int
     chunk: int
     scale: float
@@ -104,9 +106,10 @@ def decode_attention(
     page_tokens: int,
     scale: float,
     blocks: int = BLOCKS,
+    consumers: int = CONSUMERS,
     stages: int = STAGES,
     chunk: int | None = None,
-    auto_barriers: bool = True,
+    auto_barriers: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -121,8 +124,8 @@ def decode_attention(
     check_attention(q, pool, page_table, n_kv=n_kv, page_tokens=page_tokens, chunk=chunk)
     if kv_len.shape != (s,) or page_table.shape[0] != s:
         raise ValueError(f"kv_len {kv_len.shape} and page_table {page_table.shape} must have a row for each of {s} queries")
-    if stages < 1 or blocks < 1:
-        raise ValueError(f"stages {stages} and blocks {blocks} must be at least 1")
+    if consumers not in (1, 2) or blocks < 1 or blocks % consumers or stages < 1:
+        raise ValueError(f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2); stages {stages} at least 1")
     n_layers, n_pages, _ = pool.shape
     shape = _Shape(
         batch=s,
@@ -133,6 +136,7 @@ def decode_attention(
         page_tokens=page_tokens,
         n_pages=n_pages,
         blocks=blocks,
+        consumers=consumers,
         stages=stages,
         chunk=chunk,
         scale=scale,
@@ -186,6 +190,9 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
     z, e, chunk, stages, group = shape, shape.e, shape.chunk, shape.stages, shape.group
     bf16, f32 = jnp.bfloat16, jnp.float32
 
+    warps = 4 // z.consumers  # that copy for one multiplying warpgroup
+    pages_each = -(-z.pages // warps)
+
     def decode(
         layer: Any,  # i32[1]
         stretch: Any,  # i32[blocks * 4]
@@ -196,211 +203,243 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         pool: Any,  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
         out: Any,  # bf16[b * h, e]
         parts: Any,  # bf16[blocks * 2 * 2 * rows, e] what rounding leaves of it comes in a second part
-        lse: Any,  # f32[blocks * 2 * rows] log2 of the sum of exp2 of scores
-        q_s: Any,  # bf16[stages, 64, e]
-        k_s: Any,  # bf16[stages, chunk, e]
+        lse: Any,  # f32[blocks * 2 * 64] log2 of the sum of exp2 of scores
+        q_s: Any,  # bf16[consumers, stages, 64, e]
+        k_s: Any,  # bf16[consumers, stages, chunk, e]
         v_s: Any,
-        o_s: Any,  # bf16[64, e]
-        lse_s: Any,  # f32[64]
-        p_s: Any,  # bf16[64, chunk], or nothing much
-        q_bar: Any,
+        o_s: Any,  # bf16[consumers, 64, e]
+        q_bar: Any,  # [consumers * stages], as the following
         k_bar: Any,
         v_bar: Any,
+        k_free: Any,
+        v_free: Any,
+        p_s: Any = None,  # bf16[consumers, 64, chunk] with p_in_smem
     ) -> None:
-        block = lax.axis_index("block")
-        first_page = layer[0] * z.n_pages
-        count = stretch[block * 4 + 3]
-        start = tuple(stretch[block * 4 + n] for n in range(3))
-
-        def copy_or_arrive(has: Any, src: Any, dst: Any, bar: Any) -> None:
-            """A copy without bytes still arrives at its barrier. (The interpreter knows no predicates.)"""
-            if interpret is None:
-                plgpu.copy_gmem_to_smem(src, dst, bar, predicate=has)
-            else:
-                pl.when(has)(lambda: plgpu.copy_gmem_to_smem(src, dst, bar))
-                pl.when(jnp.logical_not(has))(lambda: plgpu.barrier_arrive(bar))
+        wg = lax.axis_index("wg")
+        first_block = lax.axis_index("block") * z.consumers
 
         def read(j: Any) -> tuple[Any, Any]:
+            """Sequence j of those that have context, and its length."""
             seq = seqs[jnp.minimum(j, z.batch - 1)]
             return seq, kv_len[seq]
 
         def after(j: Any, head: Any, i: Any, n: Any) -> tuple[Any, Any, Any]:
+            """What follows chunk i of KV head `head` of sequence j, of length n."""
             ends = (i + 1) * chunk >= n
             last = ends & (head + 1 == z.n_kv)
             head = jnp.where(last, 0, jnp.where(ends, head + 1, head))
             return jnp.where(last, j + 1, j), head, jnp.where(ends, 0, i + 1)
 
-        def page_ids(seq: Any, i: Any) -> list[Any]:
-            at = seq * z.max_pages
-            return [table[at + jnp.minimum(i * z.pages + p, z.max_pages - 1)] for p in range(z.pages)]
+        def begin(block: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+            return stretch[block * 4 + 3], tuple(stretch[block * 4 + n] for n in range(3))  # type: ignore[return-value]
 
-        def issue(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any) -> None:
-            """Start the copies of a chunk's K (0) or V (1); pages beyond the length arrive without a copy."""
-            to, bar = ((k_s, k_bar), (v_s, v_bar))[half]
-            for p, page in enumerate(ids):
-                row = (((first_page + page) * 2 + half) * z.n_kv + head) * z.page_tokens
-                src = pool.at[pl.ds(row, z.page_tokens)]
-                dst = to.at[slot, pl.ds(p * z.page_tokens, z.page_tokens)]
-                if p:
-                    copy_or_arrive(i * chunk + p * z.page_tokens < n, src, dst, bar.at[slot])
-                else:
-                    plgpu.copy_gmem_to_smem(src, dst, bar.at[slot])
+        def load(warp: Any) -> None:
+            """One warp's pages of every chunk of one warpgroup's stretch; its first warp copies q too."""
+            to, part = lax.div(warp, warps), lax.rem(warp, warps)
+            count, start = begin(first_block + to)
+            first_page = layer[0] * z.n_pages
 
-        def issue_q(seq: Any, head: Any, segment: Any) -> None:
-            slot = lax.rem(segment, stages)
-            src = q.at[pl.ds((seq * z.n_kv + head) * group, z.rows)]
-            plgpu.copy_gmem_to_smem(src, q_s.at[slot, pl.ds(0, z.rows)], q_bar.at[slot])
+            def copy(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any) -> None:
+                """Start the copies of K (0) or V (1); pages beyond the length arrive without bytes."""
+                dst, bar = ((k_s, k_bar), (v_s, v_bar))[half]
+                bar = bar.at[to * stages + slot]
+                for p, page in enumerate(ids):
+                    at = (part * pages_each + p) * z.page_tokens
+                    row = (((first_page + page) * 2 + half) * z.n_kv + head) * z.page_tokens
+                    source = pool.at[pl.ds(row, z.page_tokens)]
+                    target = dst.at[to, slot, pl.ds(at, z.page_tokens)]
+                    has = i * chunk + at < n
+                    if interpret is None:
+                        plgpu.copy_gmem_to_smem(source, target, bar, predicate=has)
+                    else:  # it knows no predicates
+                        pl.when(has)(functools.partial(plgpu.copy_gmem_to_smem, source, target, bar))
+                        pl.when(jnp.logical_not(has))(functools.partial(plgpu.barrier_arrive, bar))
 
-        ahead, segments = start, jnp.int32(0)
-        for s in range(stages):
-            seq, n = read(ahead[0])
-            live = s < count
-            ids = page_ids(seq, ahead[2])
-            opens = live if s == 0 else live & (ahead[2] == 0)
-            pl.when(opens)(functools.partial(issue_q, seq, ahead[1], segments))
-            for half in range(2):
-                pl.when(live)(functools.partial(issue, half, ids, ahead[1], ahead[2], n, s))
-            segments = segments + opens.astype(jnp.int32)
-            ahead = after(*ahead, n)
+            def copy_q(seq: Any, head: Any, segment: Any) -> None:
+                slot = lax.rem(segment, stages)
+                source = q.at[pl.ds((seq * z.n_kv + head) * group, z.rows)]
+                plgpu.copy_gmem_to_smem(
+                    source, q_s.at[to, slot, pl.ds(0, z.rows)], q_bar.at[to * stages + slot]
+                )
 
-        def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
-            acc, top, total, ahead, segments = carry
-            c, i = c0 + t, i0 + t
-            slot = lax.rem(c, stages)
-            next_seq, next_n = read(ahead[0])
-            next_ids = page_ids(next_seq, ahead[2])
-            next_live = c + stages < count
-            plgpu.barrier_wait(k_bar.at[slot])
+            def step(c: Any, carry: Any) -> Any:
+                here, segment = carry
+                j, head, i = here
+                slot = lax.rem(c, stages)
+                seq, n = read(j)
+                first = i * z.pages + part * pages_each
+                ids = [
+                    table[seq * z.max_pages + jnp.minimum(first + p, z.max_pages - 1)]
+                    for p in range(pages_each)
+                ]
+                opens = (c == 0) | (i == 0)
+                used = c >= stages
+                pl.when(used)(lambda: plgpu.barrier_wait(k_free.at[to * stages + slot]))
+                # Its segment's predecessor in this slot is done: K of every chunk before c - stages + 1 is free.
+                pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
+                mine = part * pages_each < z.pages
+                pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
+                pl.when(used)(lambda: plgpu.barrier_wait(v_free.at[to * stages + slot]))
+                pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
+                return after(j, head, i, n), segment + opens.astype(jnp.int32)
 
-            def scores(ref: Any) -> jax.Array:
-                plgpu.wgmma(ref, q_s.at[lax.rem(segment, stages)], k_s.at[slot].transpose((1, 0)))
-                return ref[...]
+            lax.fori_loop(0, count, step, (start, jnp.int32(0)))
 
-            score = pl.run_scoped(scores, plgpu.ACC((TILE_ROWS, chunk), f32)) * (z.scale * LOG2E)
-            plgpu.commit_smem()  # every warp has read K
-            opens = next_live & (ahead[2] == 0)
-            pl.when(opens)(lambda: issue_q(next_seq, ahead[1], segments))
-            pl.when(next_live)(lambda: issue(0, next_ids, ahead[1], ahead[2], next_n, slot))
+            def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
+                for free in (k_free, v_free):
+                    pl.when(c >= stages)(
+                        lambda free=free: plgpu.barrier_wait(free.at[to * stages + lax.rem(c, stages)])
+                    )
 
-            column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
-            score = jnp.where(column < n - i * chunk, score, NO_SCORE)
-            new_top = jnp.maximum(top, score.max(axis=1))
-            shrink = jnp.exp2(top - new_top)
-            weight = jnp.exp2(score - lax.broadcast_in_dim(new_top, score.shape, [0]))
-            total = total * shrink + weight.sum(axis=1)
-            acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-            operand = weight.astype(bf16)
-            if z.p_in_smem:
-                p_s[...] = operand
-                plgpu.commit_smem()
-                operand = p_s
-            plgpu.barrier_wait(v_bar.at[slot])
+            lax.fori_loop(count, count + stages, drain, None)
 
-            @pl.when((i + 1) * chunk > n)
-            def _() -> None:  # another's leftovers may be NaN, which a weight of 0 does not hide
-                row = plgpu.broadcasted_iota(jnp.int32, (chunk, e), 0, layout=plgpu.Layout.WGMMA)
-                v = plgpu.load(v_s.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
-                v_s[slot] = jnp.where(row < n - i * chunk, v.astype(f32), 0.0).astype(bf16)
-                plgpu.commit_smem()
+        def multiply() -> None:
+            """A stretch of chunks, item by item."""
+            block = first_block + wg
+            count, start = begin(block)
 
-            def values(ref: Any) -> jax.Array:
-                plgpu.wgmma(ref, operand, v_s.at[slot])
-                return ref[...]
+            def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
+                acc, top, total = carry
+                i, slot = i0 + t, lax.rem(c0 + t, stages)
+                at = wg * stages + slot
+                plgpu.barrier_wait(k_bar.at[at])
 
-            acc = acc + pl.run_scoped(values, plgpu.ACC((TILE_ROWS, e), f32))
-            plgpu.commit_smem()  # every warp has read V
-            pl.when(next_live)(lambda: issue(1, next_ids, ahead[1], ahead[2], next_n, slot))
-            return acc, new_top, total, after(*ahead, next_n), segments + opens.astype(jnp.int32)
+                def scores(ref: Any) -> jax.Array:
+                    plgpu.wgmma(ref, q_s.at[wg, lax.rem(segment, stages)], k_s.at[wg, slot].transpose((1, 0)))
+                    return ref[...]
 
-        def segment_step(carry: Any) -> Any:
-            """The chunks of one item that lie in this block's stretch."""
-            c, here, segment, ahead, segments = carry
-            j, head, i = here
-            seq, n = read(j)
-            steps = lax.div(n + chunk - 1, chunk)
-            length = jnp.minimum(steps - i, count - c)
-            plgpu.barrier_wait(q_bar.at[lax.rem(segment, stages)])
-            acc = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), f32), plgpu.Layout.WGMMA)
-            top = plgpu.layout_cast(jnp.full((TILE_ROWS,), NO_SCORE, f32), ROW)
-            total = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), f32), ROW)
-            step = functools.partial(chunk_step, c0=c, n=n, i0=i, segment=segment)
-            acc, top, total, ahead, segments = lax.fori_loop(
-                0, length, step, (acc, top, total, ahead, segments)
-            )
-            finish(acc, top, total, seq * z.n_kv + head, i + length == steps, i == 0)
-            there = after(j, head, i + length - 1, n)
-            return c + length, there, segment + 1, ahead, segments
+                score = pl.run_scoped(scores, plgpu.ACC((TILE_ROWS, chunk), f32)) * (z.scale * LOG2E)
+                plgpu.barrier_arrive(k_free.at[at])
+                column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
+                score = jnp.where(column < n - i * chunk, score, NO_SCORE)
+                new_top = jnp.maximum(top, score.max(axis=1))
+                shrink = jnp.exp2(top - new_top)
+                weight = jnp.exp2(score - lax.broadcast_in_dim(new_top, score.shape, [0]))
+                total = total * shrink + weight.sum(axis=1)
+                acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+                operand = weight.astype(bf16)
+                if z.p_in_smem:
+                    p_s[wg] = operand
+                    plgpu.commit_smem()
+                    operand = p_s.at[wg]
+                plgpu.barrier_wait(v_bar.at[at])
 
-        def finish(acc: Any, top: Any, total: Any, item: Any, item_ends: Any, begun: Any) -> None:
-            """Write a segment's output, or its part of it to slot 0 (goes on from the block before) or 1."""
+                @pl.when((i + 1) * chunk > n)
+                def _() -> None:  # another's leftovers may be NaN, which a weight of 0 does not hide
+                    row = plgpu.broadcasted_iota(jnp.int32, (chunk, e), 0, layout=plgpu.Layout.WGMMA)
+                    v = plgpu.load(v_s.at[wg, slot], layout=plgpu.Layout.WGMMA, optimized=False)
+                    v_s[wg, slot] = jnp.where(row < n - i * chunk, v.astype(f32), 0.0).astype(bf16)
+                    plgpu.commit_smem()
+
+                def values(ref: Any) -> jax.Array:
+                    if not z.p_in_smem:
+                        ref[...] = acc
+                    plgpu.wgmma(ref, operand, v_s.at[wg, slot])
+                    return ref[...]
+
+                summed = pl.run_scoped(values, plgpu.ACC((TILE_ROWS, e), f32))
+                plgpu.barrier_arrive(v_free.at[at])
+                return acc + summed if z.p_in_smem else summed, new_top, total
+
+            def segment_step(carry: Any) -> Any:
+                """The chunks of one item that lie in this stretch."""
+                c, here, segment = carry
+                j, head, i = here
+                seq, n = read(j)
+                steps = lax.div(n + chunk - 1, chunk)
+                length = jnp.minimum(steps - i, count - c)
+                plgpu.barrier_wait(q_bar.at[wg * stages + lax.rem(segment, stages)])
+                acc = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), f32), plgpu.Layout.WGMMA)
+                top = plgpu.layout_cast(jnp.full((TILE_ROWS,), NO_SCORE, f32), ROW)
+                total = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), f32), ROW)
+                step = functools.partial(chunk_step, c0=c, n=n, i0=i, segment=segment)
+                acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
+                finish(block, acc, top, total, seq * z.n_kv + head, i == 0, i + length == steps)
+                return c + length, after(j, head, i + length - 1, n), segment + 1
+
+            lax.while_loop(lambda carry: carry[0] < count, segment_step, (jnp.int32(0), start, jnp.int32(0)))
+            for n in range(-(-z.batch // z.blocks)):
+                pl.when(block + n * z.blocks < z.batch)(functools.partial(clear_padding, block + n * z.blocks))
+            plgpu.wait_smem_to_gmem(0)
+
+        def finish(block: Any, acc: Any, top: Any, total: Any, item: Any, begins: Any, ends: Any) -> None:
+            """Write an item's output, or the part of it here to slot 0 (goes on from the block before) or 1."""
             acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
             high = acc.astype(bf16)
+            whole = begins & ends
             plgpu.wait_smem_to_gmem(0)
-            o_s[...] = high
-            is_whole = item_ends & begun
-            pl.when(jnp.logical_not(is_whole))(lambda: store_lse(top, total))
+            o_s[wg] = high
             plgpu.commit_smem()
-            pl.when(is_whole)(
-                lambda: plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, group)], out.at[pl.ds(item * group, group)])
-            )
 
-            @pl.when(jnp.logical_not(is_whole))
+            @pl.when(whole)
             def _() -> None:
-                part = block * 2 + begun.astype(jnp.int32)
-                plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, z.rows)], parts.at[pl.ds(part * 2 * z.rows, z.rows)])
-                plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, z.rows)], lse.at[pl.ds(part * z.rows, z.rows)])
+                plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, group)], out.at[pl.ds(item * group, group)])
+
+            @pl.when(jnp.logical_not(whole))
+            def _() -> None:
+                part = block * 2 + begins.astype(jnp.int32)
+                rows = pl.ds(0, z.rows)
+                plgpu.copy_smem_to_gmem(o_s.at[wg, rows], parts.at[pl.ds(part * 2 * z.rows, z.rows)])
+                lse[pl.ds(part * TILE_ROWS, TILE_ROWS)] = top + jnp.log(total) * LOG2E
                 plgpu.wait_smem_to_gmem(0)
-                o_s[...] = (acc - high.astype(f32)).astype(bf16)
+                o_s[wg] = (acc - high.astype(f32)).astype(bf16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, z.rows)], parts.at[pl.ds((part * 2 + 1) * z.rows, z.rows)])
+                plgpu.copy_smem_to_gmem(o_s.at[wg, rows], parts.at[pl.ds((part * 2 + 1) * z.rows, z.rows)])
 
-        def store_lse(top: Any, total: Any) -> None:
-            lse_s[...] = top + jnp.log(total) * LOG2E
+        def clear_padding(seq: Any) -> None:
+            """Zeros for a row without context."""
 
-        zero = jnp.int32(0)
-        lax.while_loop(lambda carry: carry[0] < count, segment_step, (zero, start, zero, ahead, segments))
-
-        for n in range(-(-z.batch // z.blocks)):
-            seq = block + n * z.blocks
-
-            @pl.when((seq < z.batch) & (kv_len[jnp.minimum(seq, z.batch - 1)] == 0))
-            def _(seq: Any = seq) -> None:
+            @pl.when(kv_len[seq] == 0)
+            def _() -> None:
                 plgpu.wait_smem_to_gmem(0)
-                o_s[...] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), bf16), plgpu.Layout.WGMMA)
+                o_s[wg] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), bf16), plgpu.Layout.WGMMA)
                 plgpu.commit_smem()
                 heads = z.n_kv * group
                 for at in range(0, heads, TILE_ROWS):
                     size = min(TILE_ROWS, heads - at)
-                    plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, size)], out.at[pl.ds(seq * heads + at, size)])
+                    plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, size)], out.at[pl.ds(seq * heads + at, size)])
 
-        plgpu.wait_smem_to_gmem(0)
+        @pl.when(wg < z.consumers)
+        def _() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            multiply()
 
-    parts = z.blocks * 2 * z.rows
+        @pl.when(wg == z.consumers)
+        def _() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            plgpu.warp_map(load)
+
+    each = z.consumers * stages
+    scratch = {
+        "q_s": plgpu.SMEM((z.consumers, stages, TILE_ROWS, e), bf16, transforms=TILED),
+        "k_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
+        "v_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
+        "o_s": plgpu.SMEM((z.consumers, TILE_ROWS, e), bf16),
+        "q_bar": plgpu.Barrier(num_barriers=each),
+        "k_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
+        "v_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
+        "k_free": plgpu.Barrier(num_barriers=each),
+        "v_free": plgpu.Barrier(num_barriers=each),
+    }
+    if z.p_in_smem:
+        scratch["p_s"] = plgpu.SMEM((z.consumers, TILE_ROWS, chunk), bf16, transforms=TILED)
     return plgpu.kernel(
         decode,
         out_type=(
             jax.ShapeDtypeStruct((z.batch * z.n_kv * group, e), bf16),
-            jax.ShapeDtypeStruct((parts * 2, e), bf16),
-            jax.ShapeDtypeStruct((parts,), f32),
+            jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows, e), bf16),
+            jax.ShapeDtypeStruct((z.blocks * 2 * TILE_ROWS,), f32),
         ),
-        grid=(z.blocks,),
+        grid=(z.blocks // z.consumers,),
         grid_names=("block",),
+        num_threads=z.consumers + 1,
+        thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=not z.auto_barriers,
         ),
-        scratch_types=[
-            plgpu.SMEM((stages, TILE_ROWS, e), bf16, transforms=TILED),
-            plgpu.SMEM((stages, chunk, e), bf16, transforms=TILED),
-            plgpu.SMEM((stages, chunk, e), bf16, transforms=TILED),
-            plgpu.SMEM((TILE_ROWS, e), bf16),
-            plgpu.SMEM((TILE_ROWS,), f32),
-            plgpu.SMEM((TILE_ROWS, chunk), bf16, transforms=TILED) if z.p_in_smem else plgpu.SMEM((8,), f32),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=z.pages, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=z.pages, num_barriers=stages),
-        ],
+        scratch_types=scratch,
         interpret=interpret,
     )
 
@@ -414,7 +453,7 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
     def merge_decode(
         merge: Any,  # i32[blocks * 2]
         parts: Any,  # bf16[blocks * 2 * 2 * rows * e]
-        lse: Any,  # f32[blocks * 2 * rows]
+        lse: Any,  # f32[blocks * 2 * 64]
         out: Any,  # bf16[b * h, e]
         o_s: Any,  # bf16[128]
     ) -> None:
@@ -436,7 +475,7 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
                 at = (part * 2 * z.rows + rows * width) * e
                 x = parts[pl.ds(at, 128)].astype(jnp.float32)
                 x = x + parts[pl.ds(at + z.rows * e, 128)].astype(jnp.float32)
-                mine = [lse[part * z.rows + rows * width + w] for w in range(width)]
+                mine = [lse[part * TILE_ROWS + rows * width + w] for w in range(width)]
                 new = [jnp.maximum(t, s) for t, s in zip(tops, mine, strict=True)]
                 old_factor = [jnp.exp2(t - s) for t, s in zip(tops, new, strict=True)]
                 factor = [jnp.exp2(t - s) for t, s in zip(mine, new, strict=True)]

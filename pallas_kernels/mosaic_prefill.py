@@ -82,7 +82,7 @@ def prefill_attention(
     stages: int = STAGES,
     overlap: bool = True,
     pingpong: bool = False,
-    auto_barriers: bool = True,
+    auto_barriers: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """Causal attention of ragged prompt chunks over all that their sequences' pages hold.
@@ -162,6 +162,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
     n_heads = z.n_kv * z.group
     blocks_of_heads = n_heads // z.heads
     scale = z.scale * LOG2E
+    pages_each = -(-z.pages // 4)  # of a warp
 
     def prefill(
         layer: Any,  # i32[1]
@@ -189,42 +190,43 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         context = position + length
         steps = lax.div(context + block_kv - 1, block_kv)
 
-        def load() -> None:
-            """Copy the sequence's K and V, block by block, as stages become free."""
+        def load(warp: Any) -> None:
+            """One warp's pages of every block of the sequence's K and V, as stages become free."""
             kv_head = lax.div(head_block * z.heads, z.group)
-            first_page, at = layer[0] * z.n_pages, seq * z.max_pages
+            first_page, first = layer[0] * z.n_pages, warp * pages_each
+
+            def copy(half: int, ids: list[Any], j: Any, slot: Any) -> None:
+                """Pages beyond the context arrive without bytes. (The interpreter knows no predicates.)"""
+                to, bar = ((k_s, k_bar.at[slot]), (v_s, v_bar.at[slot]))[half]
+                for p, page in enumerate(ids):
+                    at = (first + p) * z.page_tokens
+                    row = (((first_page + page) * 2 + half) * z.n_kv + kv_head) * z.page_tokens
+                    source, target = pool.at[pl.ds(row, z.page_tokens)], to.at[slot, pl.ds(at, z.page_tokens)]
+                    has = j * block_kv + at < context
+                    if interpret is None:
+                        plgpu.copy_gmem_to_smem(source, target, bar, predicate=has)
+                    else:
+                        pl.when(has)(functools.partial(plgpu.copy_gmem_to_smem, source, target, bar))
+                        pl.when(jnp.logical_not(has))(functools.partial(plgpu.barrier_arrive, bar))
+
+            def wait(free: Any, j: Any) -> None:
+                pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[lax.rem(j, stages)]))
 
             def block(j: Any, _: Any) -> None:
-                slot = lax.rem(j, stages)
-                pages = [
-                    table[at + jnp.minimum(j * z.pages + p, z.max_pages - 1)] for p in range(z.pages)
+                slot, at = lax.rem(j, stages), j * z.pages + first
+                ids = [
+                    table[seq * z.max_pages + jnp.minimum(at + p, z.max_pages - 1)] for p in range(pages_each)
                 ]
-                for half, (to, bar, free) in enumerate(((k_s, k_bar, k_free), (v_s, v_bar, v_free))):
-                    pl.when(j >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                    for p, page in enumerate(pages):
-                        rows = (((first_page + page) * 2 + half) * z.n_kv + kv_head) * z.page_tokens
-                        src = pool.at[pl.ds(rows, z.page_tokens)]
-                        dst = to.at[slot, pl.ds(p * z.page_tokens, z.page_tokens)]
-                        has = j * block_kv + p * z.page_tokens < context
-                        copy_or_arrive(has, src, dst, bar.at[slot], always=p == 0)
-
-            lax.fori_loop(0, steps, block, None)
+                for half, free in enumerate((k_free, v_free)):
+                    wait(free, j)
+                    pl.when(first < z.pages)(functools.partial(copy, half, ids, j, slot))
 
             def drain(j: Any, _: Any) -> None:  # the interpreter wants every phase seen
-                for free in (k_free, v_free):
-                    pl.when(j >= stages)(lambda free=free: plgpu.barrier_wait(free.at[lax.rem(j, stages)]))
+                wait(k_free, j)
+                wait(v_free, j)
 
+            lax.fori_loop(0, steps, block, None)
             lax.fori_loop(steps, steps + stages, drain, None)
-
-        def copy_or_arrive(has: Any, src: Any, dst: Any, bar: Any, always: bool) -> None:
-            """A copy without bytes still arrives at its barrier. (The interpreter knows no predicates.)"""
-            if always:
-                plgpu.copy_gmem_to_smem(src, dst, bar)
-            elif interpret is None:
-                plgpu.copy_gmem_to_smem(src, dst, bar, predicate=has)
-            else:
-                pl.when(has)(lambda: plgpu.copy_gmem_to_smem(src, dst, bar))
-                pl.when(jnp.logical_not(has))(lambda: plgpu.barrier_arrive(bar))
 
         def multiply(head: Any, row: Any) -> None:
             """64 rows' attention over the context."""
@@ -363,10 +365,11 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
 
             @pl.when(at < block_kv)
             def _() -> None:
-                row = plgpu.broadcasted_iota(jnp.int32, (part, e), 0, layout=plgpu.Layout.WGMMA)
-                mine = v_s.at[slot, pl.ds(at, part)]
-                v = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
-                mine[...] = jnp.where(row < first - at, v.astype(f32), 0.0).astype(bf16)
+                row = plgpu.broadcasted_iota(jnp.int32, (part, 64), 0, layout=plgpu.Layout.WGMMA)
+                for column in range(0, e, 64):  # all at once would not fit the registers
+                    mine = v_s.at[slot, pl.ds(at, part), pl.ds(column, 64)]
+                    v = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
+                    mine[...] = jnp.where(row < first - at, v.astype(f32), 0.0).astype(bf16)
                 plgpu.commit_smem()
 
             if consumers > 1:
@@ -410,7 +413,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         @pl.when(wg == consumers)
         def _() -> None:
             plgpu.set_max_registers(24, action="decrease")
-            pl.when(length > 0)(load)
+            pl.when(length > 0)(lambda: plgpu.warp_map(load))
 
     return plgpu.kernel(
         prefill,

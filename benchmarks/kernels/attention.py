@@ -200,7 +200,7 @@ def _write(tokens: int, n_kv: int, backend: str) -> Case:
     return _case("kv_write", "us", write, tokens=tokens, n_kv=n_kv, head_dim=128, backend=backend)
 
 
-XLA = {"against_xla": True}
+XLA = {"against_xla": not os.environ.get("SLORA_BENCH_NO_XLA")}
 CASES: list[Case] = [
     _decode(256, 400, 32, 32),
     _decode(256, 400, 32, 8, hidden=XLA),
@@ -223,21 +223,8 @@ CASES: list[Case] = [
     *(_write(tokens, n_kv, backend) for tokens in (256, 4096) for n_kv in (8, 32) for backend in ("mosaic", "xla")),
 ]
 if os.environ.get("SLORA_BENCH_VARIANTS"):
-    for tuning in (
-        {"stages": 3, "blocks": 132},
-        {"stages": 4, "blocks": 132},
-        {"stages": 1, "blocks": 396},
-        {"page_tokens": 64},
-        {"auto_barriers": False},
-    ):
+    for tuning in ({"consumers": 1, "blocks": 132}, {"page_tokens": 64}, {"auto_barriers": True}):
         for shape in ((256, 400, 32, 32), (16, 4096, 32, 8)):
             CASES.append(_decode(*shape, bench="paged_decode_variant", **tuning))
-    for tile in (64, 128):
-        for overlap, pingpong in ((False, False), (True, False), (False, True), (True, True)):
-            if (tile, overlap, pingpong) != (128, True, False):
-                CASES.append(
-                    _prefill(4096, 32, 8, tile=tile, overlap=overlap, pingpong=pingpong, bench="prefill_variant")
-                )
-    CASES.append(_prefill(4096, 32, 8, auto_barriers=False, bench="prefill_variant"))
-    CASES.append(_prefill(4096, 32, 8, auto_barriers=False, pingpong=True, bench="prefill_variant"))
-    CASES.append(_prefill(4096, 32, 8, tile=64, block_kv=64, stages=4, bench="prefill_variant"))
+    for tuning in ({"overlap": False}, {"pingpong": True}, {"auto_barriers": True}, {"tile": 64}):
+        CASES.append(_prefill(4096, 32, 8, bench="prefill_variant", **tuning))

@@ -45,9 +45,10 @@ from slora_jax.pallas_kernels.lora_work import (
 
 RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
 SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes
-TARGET_BLOCKS = 132  # thread blocks that a launch should at least have: the SMs of an H100 or H200
+SMS = 132  # of an H100 or H200
 OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))
 ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # the same bytes, row by row
+WHOLE_WINDOW = 3  # tokens from which a decode item adds its window at once instead of row by row
 Phase = Literal["both", "shrink", "expand"]
 Ref = Any  # of Pallas; untyped there
 
@@ -138,7 +139,7 @@ def _apply(
     rest = work.pages, layer.reshape(1)
     y_ref = jax.new_ref(y)
     if nd:
-        split = split or _split(nd, config, limit=TARGET_BLOCKS // 2)
+        split = split or _split(nd, config)
         if split == 1:
             _decode_kernel(config, nd, 1, "both")(x, chunks, work.decode, *rest, y_ref)
         else:
@@ -147,7 +148,7 @@ def _apply(
             _decode_kernel(config, nd, split, "expand")(h, chunks, work.decode, *rest, y_ref)
     if nt:
         config = dataclasses.replace(config, slots=SLOTS)
-        split = _split(nt, config, limit=TARGET_BLOCKS)
+        split = _split(nt, config)
         h = _tile_shrink_kernel(config, nt, split)(x, chunks, work.tiles, *rest)
         _tile_expand_kernel(config, nt, split)(h, chunks, work.tiles, *rest, y_ref)
     return jax.freeze(y_ref)[:t]
@@ -179,10 +180,10 @@ def _check(
     return MODULE_GROUPS.index(modules)
 
 
-def _split(items: int, config: LoraConfig, limit: int) -> int:
-    """Over how many thread blocks each item's columns are divided, so that about `limit` blocks run."""
-    most = min(config.a_chunks, max(config.b_chunks), 8)
-    return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= most and items * s <= 2 * limit and items < limit))
+def _split(items: int, config: LoraConfig) -> int:
+    """Over how many thread blocks each item's columns are divided, so that up to two run on every SM."""
+    most = min(config.a_chunks, max(config.b_chunks))
+    return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= most and items * s <= 2 * SMS))
 
 
 class _Item:
@@ -192,12 +193,22 @@ class _Item:
         self.config, self._pages = config, pages
         self.row = pl.multiple_of(items[config.group, index, ROW], WINDOW)
         self.first, self.end = items[config.group, index, FIRST], items[config.group, index, END]
+        self.count = self.end  # of a decode item's tokens
         self.ends = [items[config.group, index, ENDS + m] for m in range(3)]
         self.blocks = self.ends[2]
         self._page_base = items[config.group, index, PAGES]
         self._a = [items[config.group, index, A + m] for m in range(len(config.out_dims))]
         self._b = [items[config.group, index, B + m] for m in range(len(config.out_dims))]
         self._first_page = layer[0] * config.n_pages
+
+    def token(self, n: jax.Array | int) -> jax.Array:
+        """The nth token of a decode item, counted from the window's first."""
+        return lax.rem(lax.shift_right_logical(self.first, jnp.int32(4 * n)), WINDOW)
+
+    def has(self, t: int) -> jax.Array:
+        """Whether the window's token t is a decode item's."""
+        found = [(n < self.count) & (self.token(n) == t) for n in range(WINDOW)]
+        return functools.reduce(jnp.logical_or, found)
 
     def start(self, m: int) -> jax.Array | int:
         """First block of module m."""
@@ -359,9 +370,10 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
         def expand(h: jax.Array, y: Ref) -> None:
             h_s, d_s = scratch["h_s"], scratch["d_s"]
-            r = _iota((RANKS, WINDOW), 0)
+            r, t = (_iota((RANKS, WINDOW), axis) for axis in (0, 1))
+            own = functools.reduce(jnp.logical_or, [(t == n) & item.has(n) for n in range(WINDOW)])
             for m in range(n_modules):
-                mine = (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
+                mine = own & (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
                 h_s.at[pl.ds(WINDOW * m, WINDOW)].T[...] = jnp.where(mine, h, 0.0).astype(jnp.bfloat16)
             plgpu.commit_smem()
 
@@ -378,24 +390,33 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
                 acc = plgpu.ACC((SWIZZLE, tokens), jnp.float32)
                 deltas = pl.run_scoped(multiply, *[acc] * (width // SWIZZLE))
                 plgpu.barrier_arrive(free.at[stage])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the step before the last has left its half of d_s
+                half = tokens * width // SWIZZLE * lax.rem(i, 2)
                 for c, delta in enumerate(deltas):
-                    d_s.at[pl.ds(tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
+                    d_s.at[pl.ds(half + tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 for m in range(n_modules):
 
                     @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]))
                     def _(m: int = m) -> None:
-                        lax.fori_loop(0, item.end, functools.partial(add_row, m, k), None)
+                        add(m, k, half)
 
                 plgpu.commit_smem_to_gmem_group()
 
-            def add_row(m: int, k: jax.Array, n: jax.Array, _: None) -> None:
-                t = lax.rem(lax.shift_right_logical(item.first, 4 * n), WINDOW)
+            def add(m: int, k: jax.Array, half: jax.Array) -> None:
+                @pl.when(item.count < WHOLE_WINDOW)
+                def _() -> None:
+                    lax.fori_loop(0, item.count, lambda n, _: add_rows(m, k, half, item.token(n), 1), None)
+
+                @pl.when(item.count >= WHOLE_WINDOW)
+                def _() -> None:
+                    add_rows(m, k, half, 0, WINDOW)  # zeros where the tokens are another item's
+
+            def add_rows(m: int, k: jax.Array, half: jax.Array, t: jax.Array | int, count: int) -> None:
                 for c in range(width // SWIZZLE):
                     column = pl.multiple_of(config.columns[m] + k * width + SWIZZLE * c, SWIZZLE)
-                    source = d_s.at[pl.ds(tokens * c + WINDOW * m + t, 1)]
-                    _add(source, y.at[pl.ds(item.row + t, 1), pl.ds(column, SWIZZLE)], config)
+                    source = d_s.at[pl.ds(half + tokens * c + WINDOW * m + t, count)]
+                    _add(source, y.at[pl.ds(item.row + t, count), pl.ds(column, SWIZZLE)], config)
 
             lax.fori_loop(shrinks, total, step, None)
             plgpu.wait_smem_to_gmem(0)
@@ -425,7 +446,7 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
     if phase != "shrink":
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
         scratch["d_s"] = plgpu.SMEM(
-            (tokens * width // SWIZZLE, SWIZZLE), bf16, transforms=ROWS
+            (2 * tokens * width // SWIZZLE, SWIZZLE), bf16, transforms=ROWS
         )  # (w/64, m, t), w
     out_type = jax.ShapeDtypeStruct((split, nd * RANKS, WINDOW), jnp.float32) if phase == "shrink" else ()
 

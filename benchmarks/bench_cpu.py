@@ -113,9 +113,8 @@ def run_slora(workload: dict[str, Any], *, adapters: bool, repeat: int) -> dict[
     engine = Engine.from_pretrained(workload["model"], workload["adapters"] if adapters else None, config)
     prompts = [r["prompt_token_ids"] for r in workload["requests"]]
     names = [r["adapter"] if adapters else None for r in workload["requests"]]
-    length = workload[
-        "max_tokens"
-    ]  # min_tokens bans the end token, as generate(min_new_tokens=...) does for PEFT
+    length = workload["max_tokens"]
+    # min_tokens bans the end token, as generate(min_new_tokens=...) does for PEFT.
     params = SamplingParams(max_tokens=length, min_tokens=length, temperature=0)
     seconds = []
     for _ in range(1 + repeat):
@@ -128,7 +127,7 @@ def run_slora(workload: dict[str, Any], *, adapters: bool, repeat: int) -> dict[
         "output_tokens": tokens,
         "seconds": seconds[1:],
         "output_tokens_per_s": tokens / statistics.median(seconds[1:]),
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
         "output_token_ids": [o.token_ids for o in outs],
     }
 
@@ -162,6 +161,8 @@ def main() -> None:
 
     from slora_jax.cli.smollm2 import find_gguf
 
+    # For every process started below: XLA takes all cores that it may use, torch the number that it is told.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     with tempfile.TemporaryDirectory() as folder:
         document = make_workload(args.model or find_gguf(), Path(folder))
         file = Path(folder) / "workload.json"

@@ -20,7 +20,12 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "slora-jax")
 
 
 def commit() -> str:
-    """The checked-out commit, "+changes" where files differ from it; "unknown" outside a git checkout."""
+    """The checked-out commit, "+changes" where files differ from it; "unknown" outside a git checkout.
+
+    $SLORA_COMMIT overrides it, for machines that get a copy of the files only.
+    """
+    if named := os.environ.get("SLORA_COMMIT"):
+        return named
     folder = Path(__file__).parent
     try:
         head = subprocess.run(

@@ -1,0 +1,130 @@
+"""Does a backend compute what plain JAX in float32 computes? Logits and greedy tokens of mixed batches.
+
+    python -m benchmarks.compare_backends            # every backend this device can have
+
+Random weights in two shapes (head dim 64 and 128, grouped heads), adapters of mixed ranks and modules,
+prompts longer and shorter than a tile, chunked prefill. Reported for each backend: the relative error of the
+logits over the steps up to the first token that differs (the two then see different inputs), and how many
+tokens agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.bench_engine import gpu_name
+from benchmarks.record import record
+from slora_jax import EngineConfig, ModelConfig, SamplingParams
+from slora_jax.engine import Engine, PreparedAdapter
+from slora_jax.lora.packing import pack_adapter
+from slora_jax.lora.peft import LoraAdapter, LoraWeights, module_features
+
+SHAPES = {
+    "e64": ModelConfig(1024, 576, 3, 9, 3, 64, 1536, 2048),
+    "e128": ModelConfig(1024, 1024, 3, 8, 2, 128, 2048, 2048),
+}
+RANKS: list[dict[str, int]] = [
+    {"q_proj": 8, "v_proj": 8},
+    {"q_proj": 16, "k_proj": 16, "v_proj": 16, "o_proj": 16},
+    {"gate_proj": 5, "up_proj": 5, "down_proj": 5},
+    {"q_proj": 64, "down_proj": 33, "k_proj": 3},
+]
+LENGTHS = (3, 17, 64, 65, 130, 300, 1, 40, 90, 200, 33, 16)
+
+
+def random_adapter(config: ModelConfig, ranks: dict[str, int], seed: int) -> LoraAdapter:
+    """An adapter whose effect on the hidden states is a good part of the base model's."""
+    rng, features = np.random.default_rng(seed), module_features(config)
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for module, rank in ranks.items():
+            n_in, n_out = features[module]
+            a = rng.standard_normal((rank, n_in), np.float32) * 0.05
+            b = rng.standard_normal((n_out, rank), np.float32) * 0.05
+            weights[layer, module] = LoraWeights(a, b, 0.5)
+    return LoraAdapter(
+        path=Path(f"random/{seed}"),
+        base_model=None,
+        rank=max(ranks.values()),
+        target_modules=tuple(ranks),
+        ranks=ranks,
+        weights=weights,
+    )
+
+
+def run(config: ModelConfig, dtype: str, backend: str) -> list[tuple[list[int], np.ndarray]]:
+    """Tokens and logits of the batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config.to_hf()))
+        engine = Engine.from_pretrained(
+            folder,
+            config=EngineConfig(
+                dtype=dtype,  # type: ignore[arg-type]
+                kernel_backend=backend,  # type: ignore[arg-type]
+                load_format="dummy",
+                max_batch_size=16,
+                max_step_tokens=256,
+                max_model_len=512,
+                num_pages=2000,
+                record_logits=True,
+            ),
+        )
+    for i, ranks in enumerate(RANKS):
+        adapter = random_adapter(config, ranks, i)
+        packed = pack_adapter(adapter, engine._layout, jax.numpy.dtype(dtype))
+        engine.load_adapter(f"a{i}", PreparedAdapter(str(adapter.path), packed))
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in LENGTHS]
+    names = [None if i % 5 == 4 else f"a{i % 5}" for i in range(len(LENGTHS))]
+    outs = engine.generate(prompts, names, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+    engine.check_integrity()
+    results = []
+    for out in outs:
+        assert out.logits is not None
+        results.append((out.token_ids, out.logits))
+    return results
+
+
+def compare(
+    want: list[tuple[list[int], np.ndarray]], got: list[tuple[list[int], np.ndarray]]
+) -> dict[str, Any]:
+    """Relative error (worst request, mean) and agreement."""
+    errors, same, whole = [], 0, 0
+    for (tokens, logits), (other_tokens, other_logits) in zip(want, got, strict=True):
+        agree = next(
+            (i for i, (a, b) in enumerate(zip(tokens, other_tokens, strict=True)) if a != b), len(tokens)
+        )
+        n = min(agree + 1, len(tokens))
+        errors.append(np.linalg.norm(other_logits[:n] - logits[:n]) / np.linalg.norm(logits[:n]))
+        same += agree
+        whole += len(tokens)
+    return {
+        "worst_error": float(max(errors)),
+        "mean_error": float(np.mean(errors)),
+        "agreement": same / whole,
+    }
+
+
+def main() -> None:
+    """Run every shape on every backend against xla in float32."""
+    choices = [("xla", "bfloat16")] + ([("mosaic", "bfloat16")] if gpu_name() else [])
+    for name, shape in SHAPES.items():
+        config = dataclasses.replace(shape)
+        want = run(config, "float32", "xla")
+        for backend, dtype in choices:
+            result = compare(want, run(config, dtype, backend))
+            print(f"{name} {backend} {dtype}: {result}", flush=True)
+            case = {"shape": name, "backend": backend, "dtype": dtype}
+            agreement = result.pop("agreement")
+            record("engine", "greedy_agreement", case, agreement, "of tokens", gpu=gpu_name(), **result)
+
+
+if __name__ == "__main__":
+    main()

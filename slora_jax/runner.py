@@ -44,7 +44,6 @@ class InFlight:
 
     rows: list[tuple[int, Chunk]]  # of chunks that sample
     output: StepOutput
-    num_tokens: int
     wants_logprobs: bool
 
     def fetch(self) -> dict[str, np.ndarray]:
@@ -110,7 +109,7 @@ class ModelRunner:
         output.tokens.copy_to_host_async()
         rows = [(row, chunk) for row, chunk in _rows(plan, shape) if chunk.samples]
         logprobs = any(chunk.sequence.request.params.logprobs is not None for _, chunk in rows)
-        return InFlight(rows, output, plan.num_tokens, logprobs)
+        return InFlight(rows, output, logprobs)
 
     def write_adapter(self, pages: np.ndarray, ids: list[int]) -> None:
         """Copy an adapter's pages [n_layers, n, tp * page_elems] to pages `ids` of the pool, after the steps
@@ -154,10 +153,6 @@ class ModelRunner:
     def parameters(self) -> list[jax.Array]:
         """The model's arrays."""
         return self._builder.parameters()
-
-    def read_page(self, page: int) -> np.ndarray:
-        """One page over all layers and shards [n_layers, tp * page_elems] (for tests and debugging)."""
-        return np.asarray(self._pool[:, page])
 
     def _sharding(self) -> NamedSharding:
         return NamedSharding(self._mesh, REPEATED)

@@ -47,8 +47,8 @@ def simulated_adapter(layout: PageLayout, fingerprint: int, rank: int) -> Prepar
 
 
 class SimulatedInFlight:
-    def __init__(self, rows: list[tuple[int, Chunk]], tokens: list[int], num_tokens: int) -> None:
-        self.rows, self.num_tokens = rows, num_tokens
+    def __init__(self, rows: list[tuple[int, Chunk]], tokens: list[int]) -> None:
+        self.rows = rows
         self._tokens = np.asarray(tokens, np.int32)
 
     def fetch(self) -> dict[str, np.ndarray]:
@@ -98,7 +98,7 @@ class SimulatedRunner:
                 self._last[chunk.sequence.slot] = token
                 rows.append((len(tokens), chunk))
                 tokens.append(token)
-        return SimulatedInFlight(rows, tokens, plan.num_tokens)
+        return SimulatedInFlight(rows, tokens)
 
     def _run(self, chunk: Chunk) -> list[int]:
         """Write the chunk's tokens to the sequence's pages, then read its whole history back."""

@@ -105,7 +105,7 @@ class RequestIntake:
                 seed=sequence_seed(seed, i),
                 tokens=list(tokens),
                 prompt_len=len(tokens),
-                max_len=self._length(tokens, params),
+                max_len=self._length(tokens, params, adapter),
                 stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
                 detokenizer=self._detokenizer(params),
             )
@@ -131,10 +131,13 @@ class RequestIntake:
             min_tokens=params.min_tokens,
         )
 
-    def _length(self, tokens: list[int], params: SamplingParams) -> int:
-        """Tokens of prompt and output at most."""
-        longest = self._limits.max_model_len
-        return longest if params.max_tokens is None else min(len(tokens) + params.max_tokens, longest)
+    def _length(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> int:
+        """Tokens of prompt and output at most; without max_tokens, what the pool holds beside the adapter."""
+        limits = self._limits
+        if params.max_tokens is not None:
+            return min(len(tokens) + params.max_tokens, limits.max_model_len)
+        room = limits.usable_pages - (0 if adapter is None else adapter.num_pages)
+        return min(room * limits.page_tokens, limits.max_model_len)
 
     def _check(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> None:
         limits = self._limits
@@ -157,13 +160,13 @@ class RequestIntake:
             raise ValueError(
                 f"logprobs {params.logprobs} is above the engine's max_logprobs {limits.max_logprobs}"
             )
-        length = self._length(tokens, params)
+        length = max(self._length(tokens, params, adapter), len(tokens) + 1)
         need = -(-length // limits.page_tokens) + (adapter.num_pages if adapter is not None else 0)
         if need > limits.usable_pages:
             raise ValueError(
                 f"the request needs up to {need} pages ({length} tokens"
                 f"{'' if adapter is None else f' and adapter {adapter.name!r}'}), the pool has "
-                f"{limits.usable_pages}: lower max_tokens or raise num_pages"
+                f"{limits.usable_pages}: shorten the prompt, lower max_tokens or raise num_pages"
             )
 
 

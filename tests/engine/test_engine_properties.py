@@ -231,3 +231,14 @@ def test_closing_a_stream_keeps_the_events_of_others() -> None:
     while engine.has_unfinished():
         tokens += [t for e in engine.step() if e.request_id == other for t in e.token_ids]
     assert tokens == expected_tokens([1, 2, 3], BASE, 4, VOCAB)
+
+
+def test_without_max_tokens_an_output_may_fill_what_the_pool_holds_beside_the_adapter() -> None:
+    engine = simulated_engine(num_pages=20, max_batch_size=2, max_step_tokens=16)
+    adapter = simulated_adapter(engine._runner.layout, 7, 8)  # type: ignore[attr-defined]
+    pages = engine.load_adapter("a", adapter).pages
+    out = engine.generate([1, 2, 3], "a", SamplingParams(max_tokens=None))[0]
+    assert out.finish_reason == "length"
+    assert out.token_ids == expected_tokens([1, 2, 3], 7, (19 - pages) * 4 - 3, VOCAB)
+    with pytest.raises(ValueError, match="shorten the prompt"):
+        engine.generate([1] * ((19 - pages) * 4), "a", SamplingParams(max_tokens=None))

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from slora_jax.checks import check_fields
+
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
@@ -174,6 +176,10 @@ class EngineConfig:
     warmup: bool = _option(False, "compile the usual shapes before the first request")
 
     def __post_init__(self) -> None:
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"EngineConfig: {error}") from None
         positive = (
             "max_batch_size",
             "max_step_tokens",
@@ -207,6 +213,7 @@ class EngineConfig:
         )
         _check(self.max_lora_rank <= 256, f"max_lora_rank may be at most 256, got {self.max_lora_rank}")
         _check(self.max_logprobs >= 0, f"max_logprobs must not be negative, got {self.max_logprobs}")
+        _check(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}")
         _check(
             self.max_step_tokens >= self.max_batch_size,
             f"max_step_tokens {self.max_step_tokens} must be at least max_batch_size {self.max_batch_size}: "

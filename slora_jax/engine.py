@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 import jax
 import jax.numpy as jnp
 
+from slora_jax.checks import as_kind
 from slora_jax.compile_cache import enable_compile_cache
 from slora_jax.completion import OutputCollector, accept_token, end
 from slora_jax.config import EngineConfig, ModelConfig
@@ -89,6 +90,7 @@ class Engine:
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters, self._write_adapter)
         eos = frozenset(model_config.eos_token_ids)
+        self._requests: dict[str, Request] = {}
         self._intake = RequestIntake(
             RequestLimits(
                 vocab_size=model_config.vocab_size,
@@ -101,8 +103,8 @@ class Engine:
             tokenizer,
             eos if tokenizer is None else eos | tokenizer.eos_token_ids,
             config.seed,
+            taken_ids=self._requests,
         )
-        self._requests: dict[str, Request] = {}
         self._in_flight: InFlight | None = None
         self._undelivered: list[StreamEvent] = []
         self._counters = dict.fromkeys(
@@ -245,7 +247,7 @@ class Engine:
         With `replace`, requests under way finish on the adapter they started with. Raises AdapterError with
         the reason, AdapterExistsError, or ValueError for one that no pool of this size could hold.
         """
-        if not name or name != name.strip():
+        if not as_kind("an adapter's name", name, str) or name != name.strip():
             raise ValueError(
                 f"an adapter's name must not be empty or begin or end with a space, got {name!r}"
             )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from slora_jax.checks import as_kind, as_list
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.outputs import RequestMetrics
 from slora_jax.request import Request, Sequence, as_token_ids, sequence_seed
@@ -40,10 +41,11 @@ class RequestIntake:
         tokenizer: Tokenizer | None,
         eos: frozenset[int],
         seed: int,
+        taken_ids: Container[str] = (),
     ) -> None:
         self._limits, self._adapters = limits, adapters
         self._tokenizer, self._eos = tokenizer, eos
-        self._ids = itertools.count()
+        self._ids = (name for i in itertools.count() if (name := f"request-{i}") not in taken_ids)
         self._seeds = np.random.default_rng(seed)
 
     def many(
@@ -54,14 +56,14 @@ class RequestIntake:
     ) -> list[Request]:
         """A Request for each prompt; the note on an error says which prompt it is of."""
         every = _prompts(prompts)
-        names: list[str | None] = _one_each(
-            "adapter_ids", adapter_ids, len(every), lambda v: v is None or isinstance(v, str)
+        names = _one_each(
+            "adapter_ids", str, [None] * len(every) if adapter_ids is None else adapter_ids, len(every)
         )
-        params: list[SamplingParams] = _one_each(
+        params = _one_each(
             "sampling_params",
+            SamplingParams,
             SamplingParams() if sampling_params is None else sampling_params,
             len(every),
-            lambda v: isinstance(v, SamplingParams),
         )
         requests: list[Request] = []
         try:
@@ -85,11 +87,17 @@ class RequestIntake:
 
         Raises UnknownAdapterError, or ValueError naming the prompt's token, the parameter or the limit.
         """
-        adapter = None if adapter_id is None else self._adapters.get(adapter_id)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling parameters must be a SamplingParams, got {params!r}")
+        if request_id is not None:
+            as_kind("request_id", request_id, str)
+        adapter = None
+        if adapter_id is not None:
+            adapter = self._adapters.get(as_kind("an adapter id", adapter_id, str, " or None"))
         tokens = self._tokens(prompt)
         self._check(tokens, params, adapter)
         request = Request(
-            request_id=request_id or f"request-{next(self._ids)}",
+            request_id=request_id or next(self._ids),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=tokens,
             prompt_index=prompt_index,
@@ -174,19 +182,18 @@ def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt or many: a string or a list of ids is one."""
     if isinstance(prompts, str):
         return [prompts]
-    many = list(prompts)
+    many = as_list("prompts", prompts, "a string, a list of token ids, or a list of these")
     if many and all(isinstance(p, int | np.integer) for p in many):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
+        return [many]
+    return many
 
 
-def _one_each[T](name: str, value: object, n: int, is_one: Callable[[object], bool]) -> list[T]:
+def _one_each[T](name: str, kind: type[T], value: object, n: int) -> list[T]:
     """`value` for each of n prompts: one for all, or a list of n."""
-    if is_one(value):
-        return [value] * n  # type: ignore[list-item]
-    many: list[T] = list(value)  # type: ignore[call-overload]
-    if len(many) != n or not all(map(is_one, many)):
-        raise ValueError(
-            f"{name} must be one value or a list of {n}, one for each prompt; got {len(many)} values"
-        )
+    if isinstance(value, kind):
+        return [value] * n
+    want = f"one {kind.__name__} or a list of {n}, one for each prompt"
+    many = as_list(name, value, want)
+    if len(many) != n:
+        raise ValueError(f"{name} must be {want}; got {len(many)} values")
     return many

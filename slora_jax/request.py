@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slora_jax.checks import as_list
 from slora_jax.lora.store import Adapter
 from slora_jax.outputs import FinishReason, RequestMetrics
 from slora_jax.sampling_params import SamplingParams
@@ -103,7 +104,7 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 def as_token_ids(prompt: object, vocab_size: int) -> list[int]:
     """A prompt given as token ids, checked. Raises ValueError naming the first id that is none."""
-    ids = list(prompt)  # type: ignore[call-overload]
+    ids = as_list("a prompt", prompt, "a string or a list of token ids")
     for position, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
             raise ValueError(

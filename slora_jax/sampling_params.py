@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
+
+from slora_jax.checks import as_kind, as_list, check_fields
 
 MAX_LOGIT_BIAS = 1024  # entries of one request; OpenAI allows 300
 MAX_STOP_TOKEN_IDS = 128
@@ -41,13 +44,18 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids or ()))
+        check_fields(self)
+        stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop, "strings")
+        ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        bias = {
+            as_kind("a token id in logit_bias", t, int): as_kind(f"logit_bias of token {t}", b, float)
+            for t, b in (self.logit_bias or {}).items()
+        }
+        object.__setattr__(self, "stop", tuple(as_kind("stop", s, str) for s in stop))
+        object.__setattr__(self, "stop_token_ids", tuple(as_kind("stop_token_ids", t, int) for t in ids))
         object.__setattr__(self, "top_k", min(max(0, self.top_k), _INT32_MAX))
-        if self.seed is not None:  # a NumPy integer cannot be taken modulo 2**64
-            object.__setattr__(self, "seed", int(self.seed))
-        bias = {int(t): float(b) for t, b in dict(self.logit_bias or {}).items()}
         object.__setattr__(self, "logit_bias", bias)
         self._check_ranges()
 
@@ -87,3 +95,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if math.isnan(bias):
                 raise ValueError(f"logit_bias of token {token} must be a number, got {bias}")
+
+
+def _listed(name: str, value: object, want: str) -> list[Any]:
+    return [] if value is None else as_list(name, value, want)

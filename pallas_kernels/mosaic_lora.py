@@ -45,6 +45,7 @@ from slora_jax.pallas_kernels.lora_work import (
 
 RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
 SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes
+STAGE_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
 SMS = 132  # of an H100 or H200
 OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))
 ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # the same bytes, row by row
@@ -63,9 +64,9 @@ class LoraConfig:
     width: int  # W
     per_page: int  # chunks in a page
     n_pages: int
-    stages: int = 2
-    slots: int = SLOTS  # rank blocks of a stage: no item has more
-    pdl: bool = False
+    stages: int = 3  # at most, of decode items; tiles have 2
+    pdl: bool = False  # programmatic dependent launch
+    pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
 
     @property
@@ -147,7 +148,7 @@ def _apply(
             h = _decode_kernel(config, nd, split, "shrink")(x, chunks, work.decode, *rest)
             _decode_kernel(config, nd, split, "expand")(h, chunks, work.decode, *rest, y_ref)
     if nt:
-        config = dataclasses.replace(config, slots=SLOTS)
+        config = dataclasses.replace(config, stages=2)
         split = _split(nt, config)
         h = _tile_shrink_kernel(config, nt, split)(x, chunks, work.tiles, *rest)
         _tile_expand_kernel(config, nt, split)(h, chunks, work.tiles, *rest, y_ref)
@@ -215,14 +216,14 @@ class _Item:
         return self.ends[m - 1] if m else 0
 
     def copy(self, chunks: Ref, dst: Ref, barrier: Ref, k: jax.Array, is_a: jax.Array | bool) -> None:
-        """Start copying chunk k of every block of A, or of B where it has one, to dst [rows of `slots` blocks, W].
+        """Start copying chunk k of every block of A, or of B where it has one, to dst [64, W].
 
-        The barrier sees `slots` arrivals in any case.
+        The barrier sees SLOTS arrivals in any case.
         """
         config = self.config
         b_chunks = [jnp.int32(n) for n in config.b_chunks]
         found = []
-        for block in range(config.slots):
+        for block in range(SLOTS):
             of_a = self._of_module(block, self._a) + block * config.a_chunks
             of_b = self._of_module(
                 block, [b + block * n for b, n in zip(self._b, config.b_chunks, strict=True)]
@@ -306,9 +307,8 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
     h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part. One warpgroup copies, another
     multiplies.
     """
-    n_modules, width, stages = len(config.out_dims), config.width, config.stages
+    n_modules, width = len(config.out_dims), config.width
     tokens = WINDOW * n_modules
-    rows = RANK_BLOCK * config.slots  # of a stage; wgmma reads 64, those past the stage meet zeros
 
     def decode(
         x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, scratch: dict[str, Ref]
@@ -316,13 +316,16 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
         index, part = lax.axis_index("item"), lax.axis_index("part")
         item = _Item(config, items, pages, layer, index)
         w_s, full, free = scratch["w_s"], scratch["full_s"], scratch["free_s"]
+        # wgmma reads 64 rows of a stage: those past the item's blocks belong to the next, and meet zeros of h.
+        rows = RANK_BLOCK * item.blocks if config.pack else RANKS
+        stages = jnp.minimum(config.stages, 1 + lax.div(STAGE_ROWS - RANKS, jnp.maximum(rows, RANK_BLOCK)))
         no_steps = part * 0
         shrinks = no_steps if phase == "expand" else _steps(config.a_chunks, part, split)
         expands = no_steps if phase == "shrink" else _steps(max(config.b_chunks), part, split)
         total = shrinks + expands
 
-        def stage_rows(stage: jax.Array, count: int) -> Ref:
-            return w_s.at[pl.ds(pl.multiple_of(stage * rows, RANK_BLOCK), count)]
+        def stage_rows(stage: jax.Array) -> Ref:
+            return w_s.at[pl.ds(pl.multiple_of(stage * rows, RANK_BLOCK), RANKS)]
 
         def produce() -> None:
             if phase != "shrink":
@@ -343,7 +346,7 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
                 def _() -> None:
                     plgpu.barrier_wait(free.at[stage])
 
-                item.copy(chunks, stage_rows(stage, rows), full.at[stage], k, is_a)
+                item.copy(chunks, stage_rows(stage), full.at[stage], k, is_a)
                 if phase != "expand":
                     column = pl.multiple_of(jnp.where(is_a, k, 0) * width, width)
                     source = x.at[pl.ds(item.row, WINDOW), pl.ds(column, width)]
@@ -360,7 +363,7 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
                 def step(i: jax.Array, _: None) -> None:
                     stage = lax.rem(i, stages)
                     plgpu.barrier_wait(full.at[stage])
-                    plgpu.wgmma(acc, stage_rows(stage, RANKS), scratch["x_s"].at[stage].T)
+                    plgpu.wgmma(acc, stage_rows(stage), scratch["x_s"].at[stage].T)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[stage])
 
@@ -370,10 +373,11 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
         def expand(h: jax.Array, y: Ref) -> None:
             h_s, d_s = scratch["h_s"], scratch["d_s"]
-            r, t = (_iota((RANKS, WINDOW), axis) for axis in (0, 1))
+            r = _iota((RANKS, WINDOW), 0)
+            t = lax.rem(_iota((SWIZZLE, tokens), 1), WINDOW)
             own = functools.reduce(jnp.logical_or, [(t == n) & item.has(n) for n in range(WINDOW)])
             for m in range(n_modules):
-                mine = own & (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
+                mine = (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
                 h_s.at[pl.ds(WINDOW * m, WINDOW)].T[...] = jnp.where(mine, h, 0.0).astype(jnp.bfloat16)
             plgpu.commit_smem()
 
@@ -383,16 +387,19 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
                 def multiply(*accs: Ref) -> list[jax.Array]:
                     for c, acc in enumerate(accs):
-                        w = stage_rows(stage, RANKS).at[:, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
+                        w = stage_rows(stage).at[:, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
                         plgpu.wgmma(acc, w.T, h_s.T)
                     return [acc[...] for acc in accs]
 
                 acc = plgpu.ACC((SWIZZLE, tokens), jnp.float32)
                 deltas = pl.run_scoped(multiply, *[acc] * (width // SWIZZLE))
                 plgpu.barrier_arrive(free.at[stage])
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the step before the last has left its half of d_s
+                plgpu.wait_smem_to_gmem(
+                    1, wait_read_only=True
+                )  # the step before the last has left its half of d_s
                 half = tokens * width // SWIZZLE * lax.rem(i, 2)
                 for c, delta in enumerate(deltas):
+                    delta = jnp.where(own, delta, 0.0)  # an adapter's NaNs stay with its tokens
                     d_s.at[pl.ds(half + tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 for m in range(n_modules):
@@ -437,12 +444,12 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
     bf16 = jnp.bfloat16
     scratch = {
-        "w_s": plgpu.SMEM((stages * rows + RANKS - rows, width), bf16, transforms=OPERAND),
-        "full_s": plgpu.Barrier(num_arrivals=config.slots + (phase != "expand"), num_barriers=stages),
-        "free_s": plgpu.Barrier(num_barriers=stages),
+        "w_s": plgpu.SMEM((STAGE_ROWS, width), bf16, transforms=OPERAND),
+        "full_s": plgpu.Barrier(num_arrivals=SLOTS + (phase != "expand"), num_barriers=config.stages),
+        "free_s": plgpu.Barrier(num_barriers=config.stages),
     }
     if phase != "expand":
-        scratch["x_s"] = plgpu.SMEM((stages, WINDOW, width), bf16, transforms=OPERAND)
+        scratch["x_s"] = plgpu.SMEM((config.stages, WINDOW, width), bf16, transforms=OPERAND)
     if phase != "shrink":
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
         scratch["d_s"] = plgpu.SMEM(
@@ -569,12 +576,11 @@ def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
             item.copy(chunks, w_s.at[stage], bars.at[stage], part + split * step, False)
 
         def write_h() -> None:
-            """Each module's own rank rows, of the tile's own tokens, zero elsewhere."""
+            """Each module's own rank rows, zero elsewhere."""
             values = _sum_parts(h, split, pl.ds(index * TILE, TILE))
-            t, r = (_iota((TILE, RANKS), axis) for axis in (0, 1))
-            own = (t >= item.first) & (t < item.end)
+            r = _iota((TILE, RANKS), 1)
             for m in range(n_modules):
-                mine = own & (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
+                mine = (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
                 h_s[m] = jnp.where(mine, values, 0.0).astype(jnp.bfloat16)
             plgpu.commit_smem()
 
@@ -589,6 +595,8 @@ def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
                         (TILE, width), functools.partial(plgpu.wgmma, a=h_s.at[m], b=w_s.at[stage])
                     )
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    t = _iota((TILE, width), 0)  # an adapter's NaNs stay with its tokens
+                    delta = jnp.where((t >= item.first) & (t < item.end), delta, 0.0)
                     d_s[...] = delta.astype(jnp.bfloat16)
                     plgpu.commit_smem()
                     column = pl.multiple_of(config.columns[m] + k * width, width)

@@ -317,7 +317,7 @@ def test_a_request_that_can_never_fit_is_refused(tiny_model_dir: Path, adapters:
     with pytest.raises(
         ValueError, match=r"needs up to \d+ pages \(256 tokens and adapter 'a'\), the pool has 17"
     ):
-        engine.generate([[1, 2]], "a", SamplingParams(max_tokens=None))
+        engine.generate([[1, 2]], "a", SamplingParams(max_tokens=254))
 
 
 def test_logits_that_are_not_finite_fail_their_own_request_only(engine: Engine, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from slora_jax.checks import check_fields
+from slora_jax.checks import as_kind, check_fields
 
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
@@ -57,6 +58,12 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"model config: {name} must be at least 1, got {getattr(self, name)}")
+        for name, ok, want in (
+            ("rms_norm_eps", 0 <= self.rms_norm_eps < 1, "in [0, 1)"),
+            ("rope_theta", 0 < self.rope_theta < math.inf, "above 0"),
+        ):
+            if not ok:
+                raise ValueError(f"model config: {name} must be {want}, got {getattr(self, name)}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"model config: num_key_value_heads {self.num_key_value_heads} must divide "
@@ -79,22 +86,28 @@ class ModelConfig:
                 raise ValueError(
                     f"config.json: {field}={config[field]!r} is not supported (only {supported!r} is)"
                 )
-        missing = [
-            f
-            for f in (
-                "vocab_size",
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "intermediate_size",
-            )
-            if f not in config
-        ]
+        required = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        )
+        missing = [field for field in required if config.get(field) is None]
         if missing:
             raise ValueError(f"config.json: missing {', '.join(missing)}")
-        heads = int(config["num_attention_heads"])
-        rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-        theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+
+        def read(field: str, kind: type, default: Any = None) -> Any:
+            value = config.get(field)
+            return default if value is None else as_kind(f"config.json: {field}", value, kind)
+
+        def size(field: str, default: int = 0) -> int:
+            """A whole number; 0 (which a shape refuses) where there is none, and no default."""
+            return int(read(field, int, default)) or default
+
+        heads = size("num_attention_heads")
+        rope = _rope(config)
+        theta = rope.pop("rope_theta", None) or read("rope_theta", float, 10000.0)
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         original = config.get(
             "original_max_position_embeddings"
@@ -102,21 +115,22 @@ class ModelConfig:
         if original is not None:
             rope.setdefault("original_max_position_embeddings", original)
         eos = config.get("eos_token_id")
+        eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
         return cls(
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=int(config["hidden_size"]),
-            num_hidden_layers=int(config["num_hidden_layers"]),
+            vocab_size=size("vocab_size"),
+            hidden_size=size("hidden_size"),
+            num_hidden_layers=size("num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            intermediate_size=int(config["intermediate_size"]),
-            max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta,
+            num_key_value_heads=size("num_key_value_heads", heads),
+            head_dim=size("head_dim", size("hidden_size") // max(heads, 1)),
+            intermediate_size=size("intermediate_size"),
+            max_position_embeddings=size("max_position_embeddings", 2048),
+            rms_norm_eps=read("rms_norm_eps", float, 1e-6),
+            rope_theta=as_kind("config.json: rope_theta", theta, float),
             rope_scaling=None if rope_type == "default" else rope,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            tie_word_embeddings=read("tie_word_embeddings", bool, False),
+            bos_token_id=read("bos_token_id", int),
+            eos_token_ids=tuple(as_kind("config.json: eos_token_id", token, int) for token in eos),
             model_type=model_type,
         )
 
@@ -126,6 +140,17 @@ class ModelConfig:
         out["eos_token_id"] = list(out.pop("eos_token_ids")) or None
         out["architectures"] = ["LlamaForCausalLM"]
         return out
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The dictionary of `rope_scaling`, or transformers 5's `rope_parameters`."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"config.json: rope_scaling must be an object or null, got {found!r}")
+    out = dict(found)
+    if "factor" in out and not as_kind("config.json: rope_scaling.factor", out["factor"], float) > 0:
+        raise ValueError(f"config.json: rope_scaling.factor must be above 0, got {out['factor']}")
+    return out
 
 
 def _option[T](default: T, help: str) -> T:

@@ -1,7 +1,9 @@
-"""The GPU kernels alone: microseconds, TB/s or TFLOP/s, and their share of what the chip copies or multiplies.
+"""The GPU kernels alone: microseconds, TB/s or TFLOP/s, and their share of what the chip copies or
+multiplies.
 
     python benchmarks/bench_kernels.py                      # every case
-    python benchmarks/bench_kernels.py --only lora_decode   # cases whose name contains a word; may be repeated
+    # cases whose name contains a word; may be repeated
+    python benchmarks/bench_kernels.py --only lora_decode
     python benchmarks/bench_kernels.py --list
 
 Each case checks its kernel against a float32 reference before it is timed. Results are appended to

@@ -1,7 +1,7 @@
 """Compile for an H200 on a machine that has none, and read what came out: spills, copies, command buffers.
 
-Needs jax-cuda13-plugin and jax-cuda13-pjrt (installed with --no-deps) and a ptxas on PATH. JAX must be imported with
-JAX_PLATFORMS=cpu. Call `prepare` before the first compilation of the process:
+Needs jax-cuda13-plugin and jax-cuda13-pjrt (installed with --no-deps) and a ptxas on PATH. JAX must be
+imported with JAX_PLATFORMS=cpu. Call `prepare` before the first compilation of the process:
 
     aot.prepare(dump_folder)
     compiled = aot.compile_for_h200(fn, aot.shape((256, 4096), jnp.bfloat16), ..., donate=(0,))
@@ -48,14 +48,9 @@ gpu_device_info {
   thread_dim_limit_z: 64
   device_vendor: "NVIDIA Corporation"
   platform_version: "Compute Capability 9.0a"
-  model_str: "sm_9.0a with 151397597184B RAM, 132 cores, 1980000KHz clock, 3750000KHz mem clock, 52428800B L2$"
-  device_address_bits: 64
-  pcie_bandwidth: 34359738368
-  ecc_enabled: true
-  name: "NVIDIA H200"
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
+  model_str: "sm_9.0a with 151397597184B RAM, 132 cores, 1980000KHz clock, 3750000KHz mem clock,
+  52428800B L2$" device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true name: "NVIDIA
+  H200" driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.10.0"
 }
 platform_name: "CUDA"

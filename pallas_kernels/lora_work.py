@@ -6,9 +6,9 @@ that share an input (a *group* of modules: q,k,v; o; gate,up; down), for some to
 - a decode item has a window of 8 rows and any set of its tokens;
 - a tile has a window of 64 rows and one run of its tokens, for prompts.
 
-Windows begin at multiples of 8 rows, because that is how TMA addresses swizzled tiles. Sort a batch's decode rows by
-adapter where possible: an adapter's weights are then read by the fewest items. Ranks are never padded to
-another adapter's; what an adapter lacks and tokens without adapter get no item.
+Windows begin at multiples of 8 rows, because that is how TMA addresses swizzled tiles. Sort a batch's
+decode rows by adapter where possible: an adapter's weights are then read by the fewest items. Ranks are
+never padded to another adapter's; what an adapter lacks and tokens without adapter get no item.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ WINDOW, TILE = 8, 64  # rows of a decode item and of a tile
 MIN_RUN = 24  # tokens of one adapter in a row from which tiles are faster than decode items
 FIELDS = 13
 
-# Of an item: its window's first row; a decode item's tokens, counted from it and 4 bits each, and how many they are, or
-# a tile's first token and end, counted from it; where each module's blocks end among the item's (3); where the adapter's page list begins; by
-# module, the chunk where block 0 would begin if the item's blocks were all of that module, of A (3), of B (3).
+# Of an item: its window's first row; a decode item's tokens, counted from it and 4 bits each, and how many
+# they are, or a tile's first token and end, counted from it; where each module's blocks end among the
+# item's (3); where the adapter's page list begins; by module, the chunk where block 0 would begin if the
+# item's blocks were all of that module, of A (3), of B (3).
 ROW, FIRST, END, ENDS, PAGES, A, B = 0, 1, 2, 3, 6, 7, 10
 
 # Of an adapter: its pages; then by module (0 where not targeted): rank blocks, first chunk of A, of B.
@@ -81,9 +82,10 @@ def build_lora_work(
 ) -> dict[str, np.ndarray]:
     """The fields of LoraWork as int32 arrays, padded to nd decode items and nt tiles a group and lp pages.
 
-    `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]: chunks in one
-    block of A and of B by module. The first `decode_rows` tokens (default: all) never become tiles, so that a step without
-    prompts has nt = 0. Raises ValueError where nd, nt or lp is too small, or an index has no adapter.
+    `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]:
+    chunks in one block of A and of B by module. The first `decode_rows` tokens (default: all) never
+    become tiles, so that a step without prompts has nt = 0. Raises ValueError where nd, nt or lp is too
+    small, or an index has no adapter.
     """
     token_adapter = np.asarray(token_adapter, np.int32)
     if token_adapter.max(initial=-1) >= len(adapters):

@@ -2,14 +2,14 @@
 
 Written with Pallas' Mosaic GPU backend. `lora_work` says what an item is; each is a thread block here, of one
 warpgroup. Weights reach shared memory as TMA copies of chunks `[8, W]`, 4 KiB at W=256, two or three steps
-ahead of the tensor cores. A step of the shrink multiplies all rank rows with one chunk of columns; a step of the
-expand multiplies all rank rows with one chunk of each module's output columns, and the TMA adds the result
-to y in memory, so that y is never read and rows that no adapter touches cost nothing.
+ahead of the tensor cores. A step of the shrink multiplies all rank rows with one chunk of columns; a
+step of the expand multiplies all rank rows with one chunk of each module's output columns, and the TMA
+adds the result to y in memory, so that y is never read and rows that no adapter touches cost nothing.
 
-Decode items put the weights on wgmma's long side (64 rank rows by 8 tokens), tiles the tokens (64 tokens by 64
-rank rows). With many decode items one launch does both halves, the expand's weights already under way while
-the shrink ends; with few, and for tiles, the columns are split over more thread blocks and the intermediate
-`h` passes through memory between two launches.
+Decode items put the weights on wgmma's long side (64 rank rows by 8 tokens), tiles the tokens (64
+tokens by 64 rank rows). With many decode items one launch does both halves, the expand's weights
+already under way while the shrink ends; with few, and for tiles, the columns are split over more thread
+blocks and the intermediate `h` passes through memory between two launches.
 
 Letters: `t` token, `r` rank row of an item's 64, `w` column of a chunk, `m` module of the launch.
 """
@@ -47,8 +47,9 @@ RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
 SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes
 STAGE_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
 SMS = 132  # of an H100 or H200
-OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))
-ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # the same bytes, row by row
+OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+# The same bytes, but rows can be copied one by one.
+ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 WHOLE_WINDOW = 3  # tokens from which a decode item adds its window at once instead of row by row
 Phase = Literal["both", "shrink", "expand"]
 Ref = Any  # of Pallas; untyped there
@@ -98,14 +99,16 @@ def apply_lora(
     interpret: Any = None,
     **tuning: Any,
 ) -> jax.Array:
-    """y[t] += (x[t] A_m^T) B_m of token t's own adapter, for modules m that read one x and are side by side in y.
+    """y[t] += (x[t] A_m^T) B_m of token t's own adapter, for modules m that read one x and are side by
+    side in y.
 
-    x bf16 [t, in_dim]; y bf16 [t, sum(out_dims)], updated in place where XLA may; pool bf16 [n_layers, n_pages,
-    page_elems]; `modules` are numbers in the order q, k, v, o, gate, up, down and one of MODULE_GROUPS. The scaling is
-    part of B. Sums in float32; x A^T and the product with B are each rounded to bf16 once. `split` forces
-    over how many thread blocks a decode item's columns are divided, `stages` how many steps the copies run ahead.
-    Where t is no multiple of 8, x and y are padded, which copies them. Raises ValueError for shapes that the
-    kernels cannot do.
+    x bf16 [t, in_dim]; y bf16 [t, sum(out_dims)], updated in place where XLA may; pool bf16 [n_layers,
+    n_pages, page_elems]; `modules` are numbers in the order q, k, v, o, gate, up, down and one of
+    MODULE_GROUPS. The scaling is part of B. Sums in float32; x A^T and the product with B are each
+    rounded to bf16 once. `split` forces over how many thread blocks a decode item's columns are
+    divided, `stages` how many steps the copies run ahead. Where t is no multiple of 8, or below 64 with
+    tiles, x and y are padded, which copies them. Raises ValueError for shapes that the kernels cannot
+    do.
     """
     group = _check(x, y, pool, modules, in_dim, out_dims, chunk_width)
     config = LoraConfig(
@@ -118,7 +121,8 @@ def apply_lora(
         interpret=interpret,
         **tuning,
     )
-    return _apply(config, split, x, y, pool, jnp.asarray(layer, jnp.int32), work)
+    out: jax.Array = _apply(config, split, x, y, pool, jnp.asarray(layer, jnp.int32), work)
+    return out
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, not once a layer
@@ -134,7 +138,7 @@ def _apply(
     t, nd, nt = x.shape[0], work.decode.shape[1], work.tiles.shape[1]
     if t == 0 or nd + nt == 0:
         return y
-    if pad := -t % WINDOW:
+    if pad := max(-t % WINDOW, TILE - t if nt else 0):
         x, y = (jnp.pad(a, ((0, pad), (0, 0))) for a in (x, y))
     chunks = pool.reshape(-1, config.width)
     rest = work.pages, layer.reshape(1)
@@ -173,8 +177,9 @@ def _check(
         raise ValueError(f"the Mosaic LoRA kernels take bfloat16, got {x.dtype}, {y.dtype}, {pool.dtype}")
     if width not in (64, 128, 256):
         raise ValueError(
-            f"chunk_width {width} must be 64, 128 or 256 for the Mosaic LoRA kernels: every dimension of the model, "
-            "divided by tensor_parallel_size where it is split, must be a multiple of 64; use kernel_backend='xla'"
+            f"chunk_width {width} must be 64, 128 or 256 for the Mosaic LoRA kernels: every dimension of the "
+            "model, divided by tensor_parallel_size where it is split, must be a multiple of 64; use "
+            "kernel_backend='xla'"
         )
     if any(n % width for n in (in_dim, *out_dims)) or pool.shape[2] % (RANK_BLOCK * width):
         raise ValueError(f"chunk_width {width} must divide in_dim {in_dim}, out_dims {out_dims} and the page")
@@ -209,7 +214,7 @@ class _Item:
     def has(self, t: int) -> jax.Array:
         """Whether the window's token t is a decode item's."""
         found = [(n < self.count) & (self.token(n) == t) for n in range(WINDOW)]
-        return functools.reduce(jnp.logical_or, found)
+        return functools.reduce(jnp.logical_or, found)  # type: ignore[no-any-return]
 
     def start(self, m: int) -> jax.Array | int:
         """First block of module m."""
@@ -290,7 +295,9 @@ def _steps(chunks: int, part: jax.Array, split: int) -> jax.Array:
 def _kernel(
     body: Callable[..., None], config: LoraConfig, warpgroups: int = 1, **kwargs: Any
 ) -> Callable[..., Any]:
-    """plgpu.kernel over (item, part) of one or two `worker`s; bodies order their shared-memory accesses with commit_smem themselves."""
+    """plgpu.kernel over (item, part) of one or two `worker`s; bodies order their shared-memory accesses
+    with commit_smem themselves.
+    """
     params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
     )
@@ -298,11 +305,15 @@ def _kernel(
         kwargs["interpret"] = config.interpret
     if warpgroups > 1:
         kwargs |= {"num_threads": warpgroups, "thread_name": "worker"}
-    return plgpu.kernel(body, compiler_params=params, grid_names=("item", "part"), **kwargs)  # type: ignore[no-any-return]
+    kernel: Callable[..., Any] = plgpu.kernel(
+        body, compiler_params=params, grid_names=("item", "part"), **kwargs
+    )
+    return kernel
 
 
 def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Callable[..., Any]:
-    """ "both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand": h instead of x.
+    """Of phase "both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand":
+    h instead of x.
 
     h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part. One warpgroup copies, another
     multiplies.
@@ -316,7 +327,8 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
         index, part = lax.axis_index("item"), lax.axis_index("part")
         item = _Item(config, items, pages, layer, index)
         w_s, full, free = scratch["w_s"], scratch["full_s"], scratch["free_s"]
-        # wgmma reads 64 rows of a stage: those past the item's blocks belong to the next, and meet zeros of h.
+        # wgmma reads 64 rows of a stage: those past the item's blocks belong to the next, and meet zeros of
+        # h.
         rows = RANK_BLOCK * item.blocks if config.pack else RANKS
         stages = jnp.minimum(config.stages, 1 + lax.div(STAGE_ROWS - RANKS, jnp.maximum(rows, RANK_BLOCK)))
         no_steps = part * 0
@@ -329,11 +341,7 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
         def produce() -> None:
             if phase != "shrink":
-
-                @pl.when((item.blocks < SLOTS) | _may_start_empty(config, phase))
-                def _() -> None:
-                    _zero(w_s)
-
+                pl.when((item.blocks < SLOTS) | _may_start_empty(config, phase))(lambda: _zero(w_s))
                 plgpu.commit_smem()
             if phase != "expand":
                 _wait_for_inputs(config)
@@ -341,11 +349,7 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
             def step(i: jax.Array, _: None) -> None:
                 stage, is_a = lax.rem(i, stages), i < shrinks
                 k = part + split * jnp.where(is_a, i, i - shrinks)
-
-                @pl.when(i >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(free.at[stage])
-
+                pl.when(i >= stages)(lambda: plgpu.barrier_wait(free.at[stage]))
                 item.copy(chunks, stage_rows(stage), full.at[stage], k, is_a)
                 if phase != "expand":
                     column = pl.multiple_of(jnp.where(is_a, k, 0) * width, width)
@@ -498,7 +502,9 @@ def _add(source: Ref, target: Ref, config: LoraConfig) -> None:
 
 
 def _tile_shrink_kernel(config: LoraConfig, nt: int, split: int) -> Callable[..., Any]:
-    """(x, chunks, items, pages, layer) -> h f32 [split, nt * 64, 64]: t by r of each tile, a summand a part."""
+    """(x, chunks, items, pages, layer) -> h f32 [split, nt * 64, 64]: t by r of each tile, a summand a
+    part.
+    """
     width, stages = config.width, config.stages
 
     def lora_tile_shrink(
@@ -520,22 +526,15 @@ def _tile_shrink_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
                 plgpu.barrier_wait(bars.at[stage])
                 plgpu.wgmma(acc, x_s.at[stage], w_s.at[stage].T)
                 plgpu.wgmma_wait(0)
-
-                @pl.when(i + stages < total)
-                def _() -> None:
-                    plgpu.commit_smem()
-                    issue(i + stages)
+                plgpu.commit_smem()  # every warp has read the stage that is filled anew
+                pl.when(i + stages < total)(lambda: issue(i + stages))
 
             lax.fori_loop(0, total, step, None)
 
         @pl.when(item.blocks > 0)
         def _() -> None:
             for step in range(stages):
-
-                @pl.when(step < total)
-                def _(step: int = step) -> None:
-                    issue(jnp.int32(step))
-
+                pl.when(step < total)(functools.partial(issue, jnp.int32(step)))
             h[part, pl.ds(index * TILE, TILE)] = _accumulate((TILE, RANKS), steps)
 
     return _kernel(
@@ -588,29 +587,22 @@ def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
             stage, k = lax.rem(i, stages), part + split * i
             plgpu.barrier_wait(bars.at[stage])
             for m in range(n_modules):
+                has_column = (item.ends[m] > item.start(m)) & (k < config.b_chunks[m])
+                pl.when(has_column)(functools.partial(multiply, m, stage, k))
+            plgpu.commit_smem()  # every warp has read the stage that is filled anew
+            pl.when(i + stages < total)(lambda: issue(i + stages))
 
-                @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]))
-                def _(m: int = m) -> None:
-                    delta = _accumulate(
-                        (TILE, width), functools.partial(plgpu.wgmma, a=h_s.at[m], b=w_s.at[stage])
-                    )
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    t = _iota((TILE, width), 0)  # an adapter's NaNs stay with its tokens
-                    delta = jnp.where((t >= item.first) & (t < item.end), delta, 0.0)
-                    d_s[...] = delta.astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    column = pl.multiple_of(config.columns[m] + k * width, width)
-                    _add_tile(column)
+        def multiply(m: int, stage: jax.Array, k: jax.Array) -> None:
+            delta = _accumulate((TILE, width), functools.partial(plgpu.wgmma, a=h_s.at[m], b=w_s.at[stage]))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            t = _iota((TILE, width), 0)  # an adapter's NaNs stay with its tokens
+            delta = jnp.where((t >= item.first) & (t < item.end), delta, 0.0)
+            d_s[...] = delta.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            add(pl.multiple_of(config.columns[m] + k * width, width))
 
-            @pl.when(i + stages < total)
-            def _() -> None:
-                plgpu.commit_smem()
-                issue(i + stages)
-
-        def _add_tile(column: jax.Array) -> None:
-            if (
-                config.interpret is None
-            ):  # rows of other tokens get zeros added, rows past the end are dropped
+        def add(column: jax.Array) -> None:
+            if config.interpret is None:  # zeros to other tokens' rows; rows past the end are dropped
                 _add(d_s, y.at[pl.ds(item.row, TILE), pl.ds(column, width)], config)
                 plgpu.commit_smem_to_gmem_group()
                 return
@@ -622,18 +614,14 @@ def _tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[...
 
         @pl.when(item.blocks > 0)
         def _() -> None:
-            @pl.when((item.blocks < SLOTS) | _may_start_empty(config, "expand"))
-            def _() -> None:
+            def zero() -> None:
                 for stage in range(stages):
                     _zero(w_s.at[stage])
 
+            pl.when((item.blocks < SLOTS) | _may_start_empty(config, "expand"))(zero)
             plgpu.commit_smem()
-            for step_ in range(stages):
-
-                @pl.when(step_ < total)
-                def _(step_: int = step_) -> None:
-                    issue(jnp.int32(step_))
-
+            for first in range(stages):
+                pl.when(first < total)(functools.partial(issue, jnp.int32(first)))
             write_h()
             lax.fori_loop(0, total, step, None)
             plgpu.wait_smem_to_gmem(0)

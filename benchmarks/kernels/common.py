@@ -62,8 +62,8 @@ def seconds_per_call(
     """Median seconds of one `carry = step(i, carry, *args)`, `calls` of them back to back in one executable.
 
     `carry` (a pytree) is donated and threaded through, so that no call can be dropped or overlap the one
-    before it; `i` is a Python int: rotate over layers, pages or buffers with it, so that what a call reads is not still
-    in the L2. One repeat enqueues `runs` executables (CUDA graphs) and then waits.
+    before it; `i` is a Python int: rotate over layers, pages or buffers with it, so that what a call
+    reads is not still in the L2. One repeat enqueues `runs` executables (CUDA graphs) and then waits.
     """
 
     def chain(carry: Any, *args: Any) -> Any:

@@ -1,7 +1,7 @@
 """Cases of the LoRA kernels: shrink and expand of the modules that share an input, decode and prefill.
 
-Bytes are those of the true ranks' A and B (decode), or x, y read and written, A and B (prefill). Every call of a
-timing meets another layer or other adapters, 400 MB of them and more before one returns.
+Bytes are those of the true ranks' A and B (decode), or x, y read and written, A and B (prefill). Every
+call of a timing meets another layer or other adapters, 400 MB of them and more before one returns.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from kernels.common import Case, Ceilings, Measurement, seconds_per_call
+
 from slora_jax.pallas_kernels.lora_work import AdapterBlocks, LoraWork, build_lora_work, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
 
@@ -187,7 +187,9 @@ Carry = tuple[jax.Array, jax.Array]
 
 
 def _tie(i: int, carry: Carry, *_: Any) -> Carry:
-    """Some of y into x: without it XLA drops shrinks that it has computed before, and runs others too early."""
+    """Some of y into x: without it XLA drops shrinks that it has computed before, and runs others too
+    early.
+    """
     y, x = carry
     return y, x.at[0, :8].set(y[0, :8])
 
@@ -199,9 +201,13 @@ def _step(s: Setting, data: Data, variants: dict[str, Any], i: int, carry: Carry
 
 def case(s: Setting, **tuning: Any) -> Case:
     described = {
-        "tokens": s.tokens, "distinct": s.distinct, "ranks": "/".join(map(str, s.ranks)), "d_model": s.d_model,
-        "kv": s.kv, "modules": "q,k,v",
-    }  # fmt: skip
+        "tokens": s.tokens,
+        "distinct": s.distinct,
+        "ranks": "/".join(map(str, s.ranks)),
+        "d_model": s.d_model,
+        "kv": s.kv,
+        "modules": "q,k,v",
+    }
     return Case(
         bench=("lora_prefill" if s.prompt else "lora_decode") + "_variant" * bool(tuning),
         case=described | tuning,
@@ -211,8 +217,17 @@ def case(s: Setting, **tuning: Any) -> Case:
 
 
 MIXED = (64, 32, 16, 8)
-MHA = [(256, 256, (16,)), (256, 256, MIXED), (256, 256, (8,)), (256, 256, (64,)), (256, 32, (16,)), (256, 1, (16,)),
-       (64, 64, (16,)), (16, 16, (16,)), (1, 1, (64,))]  # fmt: skip
+MHA = (
+    (256, 256, (16,)),
+    (256, 256, MIXED),
+    (256, 256, (8,)),
+    (256, 256, (64,)),
+    (256, 32, (16,)),
+    (256, 1, (16,)),
+    (64, 64, (16,)),
+    (16, 16, (16,)),
+    (1, 1, (64,)),
+)
 CASES = [
     *(case(Setting(*shape, 4096, 4096)) for shape in MHA),
     *(case(Setting(*shape, 4096, 1024)) for shape in ((256, 256, (16,)), (256, 256, MIXED))),

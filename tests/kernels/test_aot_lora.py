@@ -1,8 +1,11 @@
-"""The Mosaic LoRA kernels compiled for sm_90a: no spills, no copy of the pool, y in place. Needs the CUDA plugin."""
+"""The Mosaic LoRA kernels compiled for sm_90a: no spills, no copy of the pool, y in place. Needs the
+CUDA plugin.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +36,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (256, 256, 0, 11008, (4096,), 256, 131072),  # down
         (64, 64, 0, 576, (576, 192, 192), 64, 6144),  # SmolLM2-135M
         (2048, 64, 40, 4096, (4096, 4096, 4096), 256, 131072),  # prompts beside decodes
+        (40, 8, 2, 4096, (4096, 1024, 1024), 256, 32768),  # one short prompt: padded to a tile
     ],
 )
 def test_compiles_for_h200(
@@ -55,12 +59,14 @@ def test_compiles_for_h200(
         return y
 
     bf16, i32 = jnp.bfloat16, jnp.int32
-    work = LoraWork(aot.shape((4, nd, FIELDS), i32), aot.shape((4, nt, FIELDS), i32), aot.shape((4096,), i32))
+    items: Any = [aot.shape((4, n, FIELDS), i32) for n in (nd, nt)]
+    pages: Any = aot.shape((4096,), i32)
+    work = LoraWork(items[0], items[1], pages)
     y, x = aot.shape((tokens, sum(out_dims)), bf16), aot.shape((tokens, in_dim), bf16)
     compiled = aot.compile_for_h200(
         two_layers, y, x, aot.shape((LAYERS, PAGES, page_elems), bf16), work, donate=(0,)
     )
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == tokens * sum(out_dims) * 2, "y is not updated in place"
     assert aot.large_temporaries(compiled) < 64 << 20  # h of the tiles; the pool has 100 MB and more
     reports = aot.ptx_reports(dump)

@@ -1,10 +1,13 @@
-"""The Mosaic LoRA kernels in the GPU interpreter, races detected, against one dense x A^T B a token in float32 NumPy."""
+"""The Mosaic LoRA kernels in the GPU interpreter, races detected, against one dense x A^T B a token in
+float32 NumPy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ W, PER_PAGE, LAYERS, LAYER, N_PAGES = 64, 3, 2, 1, 64
 IN = (128, 128, 128, 64, 128, 128, 192)  # q, k, v, o, gate, up, down
 OUT = (128, 64, 64, 128, 192, 192, 128)
 A_CHUNKS, B_CHUNKS = [n // W for n in IN], [n // W for n in OUT]
-QKV, O, GATE_UP, DOWN = lora_work.MODULE_GROUPS
+QKV, OUTPUT, GATE_UP, DOWN = lora_work.MODULE_GROUPS
 
 
 @pytest.fixture(autouse=True)
@@ -166,13 +169,15 @@ def test_split_over_thread_blocks(split: int | None) -> None:
 
 @pytest.mark.parametrize("split", [1, 2])
 def test_packed_stages(split: int) -> None:
-    """As on the GPU. Not the default here: rows of other stages are multiplied with zeros while they are filled."""
+    """As on the GPU. Not the default here: rows of other stages are multiplied with zeros while they
+    are filled.
+    """
     rng = np.random.default_rng(7)
     data = pack(rng, [{0: 8, 1: 16, 2: 4}, {1: 48}, {0: 12}, {0: 24, 1: 24, 2: 16}])
     check(rng, data, np.array([0, 1, 1, 1, 2, 3, -1], np.int32), split=split, pack=True)
 
 
-@pytest.mark.parametrize("group", [O, GATE_UP, DOWN])
+@pytest.mark.parametrize("group", [OUTPUT, GATE_UP, DOWN])
 def test_every_group(group: tuple[int, ...]) -> None:
     rng = np.random.default_rng(2)
     data = pack(rng, [{3: 8, 4: 8, 5: 16, 6: 8}, {5: 8, 6: 72}])
@@ -251,13 +256,14 @@ def test_limits_are_told() -> None:
         jnp.zeros((4, 1, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32)
     )
     pool = jnp.zeros((1, 1, 8 * W), jnp.bfloat16)
-    good = {"modules": QKV, "in_dim": 128, "out_dims": (128, 64, 64), "chunk_width": W}
-    for bad, word in (
+    good: dict[str, Any] = {"modules": QKV, "in_dim": 128, "out_dims": (128, 64, 64), "chunk_width": W}
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"modules": (0, 1)}, "modules"),
         ({"chunk_width": 32}, "chunk_width 32 must be 64, 128 or 256"),
         ({"chunk_width": 128}, "must divide"),
         ({"in_dim": 64}, "do not fit"),
-    ):
+    )
+    for bad, word in cases:
         with pytest.raises(ValueError, match=word):
             apply_lora(x, y, pool, 0, work, **(good | bad))
     with pytest.raises(ValueError, match="bfloat16"):

@@ -1,11 +1,15 @@
 """Paged decode attention with Pallas Mosaic GPU (Hopper), reading K and V where they lie in the page pool.
 
-The context of every (sequence, KV head), an *item*, is cut into chunks of `CHUNK_ELEMS / head_dim` tokens; all chunks of
-a batch, one item after another, are one line, and each of a fixed number of thread blocks takes an equal
-stretch of it. So blocks finish together whatever the lengths are, long contexts and small batches split by
-themselves, and copies run ahead over the ends of items: memory is never idle. An item inside one stretch is
-written to the output; one that a stretch's border cuts leaves partial softmaxes, which a second small kernel
-merges. Letters as in xla_attention; `c` is a chunk's token, `r` a row of a 64-row tensor-core tile.
+The context of every (sequence, KV head), an *item*, is cut into chunks of `CHUNK_ELEMS / head_dim` tokens.
+All chunks of a batch, one item after another, are one line, and each of a fixed number of warpgroups takes an
+equal stretch of it. So they finish together whatever the lengths are, long contexts and small batches split
+by themselves, and copies run ahead over the ends of items: memory is never idle. An item inside one stretch
+is written to the output; one that a stretch's border cuts leaves partial softmaxes, which a second small
+kernel merges. A thread block has two warpgroups that multiply, and one whose warps follow the page table and
+copy for them.
+
+Letters as in xla_attention; `c` is a chunk's token; rows are those of a 64-row tensor-core tile, of which a
+group's query heads fill the first 1 to 16.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ TILE_ROWS = 64  # of wgmma
 MAX_GROUP = 16
 NO_SCORE = -1e30
 LOG2E = math.log2(math.e)
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # what wgmma reads
+# What wgmma reads.
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -37,8 +42,12 @@ class DecodePlan(NamedTuple):
     """How the chunks of a batch are dealt to blocks; the same for every layer of a step."""
 
     seqs: jax.Array  # i32[b] sequences that have context, in order
-    stretch: jax.Array  # i32[blocks * 4] index into seqs, KV head and chunk where it starts; chunks it has
-    merge: jax.Array  # i32[blocks * 2] the item cut by its end, if cut first there, and the blocks after it that go on
+    # i32[blocks * 6] where a stretch starts (index into seqs, KV head, chunk), its chunks; then the
+    # sequence that it starts in and its length, which save the first copies two loads
+    stretch: jax.Array
+    merge: (
+        jax.Array
+    )  # i32[blocks * 2] the item cut by its end, if cut first there, and the blocks after it that go on
 
 
 def plan_decode(kv_len: jax.Array, *, n_kv: int, chunk: int, blocks: int, min_chunks: int) -> DecodePlan:
@@ -57,7 +66,7 @@ def plan_decode(kv_len: jax.Array, *, n_kv: int, chunk: int, blocks: int, min_ch
     n = jnp.maximum(steps[seqs[j]], 1)
     offset = jnp.where(count > 0, first - (end[j] - n * n_kv), 0)
     head, i = offset // n, offset % n
-    stretch = jnp.stack([j, head, i, count], axis=1)
+    stretch = jnp.stack([j, head, i, count, seqs[j], kv_len[seqs[j]]], axis=1)
     # Block c owns the merge of the item at its end when block c + 1 starts inside an item that starts in c.
     item, cut, size, more = (jnp.append(x[1:], 0) for x in (seqs[j] * n_kv + head, i, n, count))
     owns = (more > 0) & (cut > 0) & (cut <= quota)
@@ -86,7 +95,7 @@ class _Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of the tile that are copied and kept: the group, rounded up to what one swizzled copy takes."""
+        """Rows of the tile that are copied and kept: the group, in whole swizzled 8-row tiles."""
         return 8 if self.group <= 8 else 16
 
     @property
@@ -114,8 +123,8 @@ def decode_attention(
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
 
-    q bf16 [s, h, e]; pool bf16 [n_layers, n_pages, page_elems]; page_table int32 [s, m]; kv_len int32 [s], the
-    query's own token included (0: a padding row, whose output is 0). Query head h reads KV head
+    q bf16 [s, h, e]; pool bf16 [n_layers, n_pages, page_elems]; page_table int32 [s, m]; kv_len int32 [s],
+    the query's own token included (0: a padding row, whose output is 0). Query head h reads KV head
     h // (h / n_kv). Products of bf16, sums in float32; weights are rounded to bf16 before they meet V.
     Returns bf16 [s, h, e]. Raises ValueError where the shapes are beyond the kernel's limits.
     """
@@ -123,9 +132,14 @@ def decode_attention(
     chunk = chunk or CHUNK_ELEMS // max(e, 1)
     check_attention(q, pool, page_table, n_kv=n_kv, page_tokens=page_tokens, chunk=chunk)
     if kv_len.shape != (s,) or page_table.shape[0] != s:
-        raise ValueError(f"kv_len {kv_len.shape} and page_table {page_table.shape} must have a row for each of {s} queries")
+        raise ValueError(
+            f"kv_len {kv_len.shape} and page_table {page_table.shape} must have a row for each of {s} queries"
+        )
     if consumers not in (1, 2) or blocks < 1 or blocks % consumers or stages < 1:
-        raise ValueError(f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2); stages {stages} at least 1")
+        raise ValueError(
+            f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2), "
+            f"stages {stages} at least 1"
+        )
     n_layers, n_pages, _ = pool.shape
     shape = _Shape(
         batch=s,
@@ -151,12 +165,18 @@ def decode_attention(
         plan.seqs,
         kv_len,
         page_table.reshape(-1),
-        q.reshape(s * h, e),
+        whole_tiles(q.reshape(s * h, e)),
         rows,
     )
-    ref = jax.new_ref(out)
+    ref = jax.new_ref(out.reshape(-1))
     _merge_kernel(shape, interpret)(plan.merge, parts.reshape(-1), lse, ref)
     return jax.freeze(ref).reshape(s, h, e)
+
+
+def whole_tiles(x: jax.Array) -> jax.Array:
+    """x with rows (axis 0) added to a multiple of 8, which swizzled copies need; few shapes need any."""
+    missing = -x.shape[0] % 8
+    return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing else x
 
 
 def check_attention(
@@ -165,20 +185,26 @@ def check_attention(
     """Raise ValueError, naming the limit, for what the attention kernels cannot do."""
     if q.ndim != 3 or pool.ndim != 3 or page_table.ndim != 2:
         raise ValueError(
-            f"need q [t, h, e], pool [layers, pages, elems], page_table [s, m]; got {q.shape}, {pool.shape}, {page_table.shape}"
+            "need q [t, h, e], pool [layers, pages, elems], page_table [s, m]; "
+            f"got {q.shape}, {pool.shape}, {page_table.shape}"
         )
     h, e = q.shape[1:]
     if q.dtype != jnp.bfloat16 or pool.dtype != jnp.bfloat16:
-        raise ValueError(f"q and pool must be bfloat16, not {q.dtype} and {pool.dtype}; use kernel_backend='xla'")
+        raise ValueError(
+            f"q and pool must be bfloat16, not {q.dtype} and {pool.dtype}; use kernel_backend='xla'"
+        )
     if e not in (64, 128):
         raise ValueError(f"head_dim must be 64 or 128, not {e}; use kernel_backend='xla'")
     if n_kv < 1 or h % n_kv or h // n_kv > MAX_GROUP:
         raise ValueError(f"{h} query heads over {n_kv} KV heads: need a whole group of 1 to {MAX_GROUP}")
     if page_tokens % 8 or chunk % 64 or chunk > 256 or chunk % page_tokens:
-        raise ValueError(f"page_tokens {page_tokens} must be a multiple of 8 that divides {chunk} (use 16, 32 or 64)")
+        raise ValueError(
+            f"page_tokens {page_tokens} must be a multiple of 8 that divides {chunk} (use 16, 32 or 64)"
+        )
     if pool.shape[2] != 2 * n_kv * page_tokens * e:
         raise ValueError(
-            f"pool pages have {pool.shape[2]} elements, not 2 * {n_kv} * {page_tokens} * {e} (n_kv, page_tokens, head_dim)"
+            f"pool pages have {pool.shape[2]} elements, not 2 * {n_kv} * {page_tokens} * {e} "
+            "(n_kv, page_tokens, head_dim)"
         )
     if pool.size // e >= 2**31:
         raise ValueError(f"pool of {pool.size // e} rows of head_dim: row numbers must fit int32")
@@ -186,7 +212,7 @@ def check_attention(
 
 @functools.cache
 def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
-    """The kernel from (layer, stretch, seqs, kv_len, table, q, pool rows) to (out, partial outputs, their lse)."""
+    """The kernel from (layer, stretch, seqs, kv_len, table, q, pool rows) to (out, partial outputs, lse)."""
     z, e, chunk, stages, group = shape, shape.e, shape.chunk, shape.stages, shape.group
     bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -195,7 +221,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
     def decode(
         layer: Any,  # i32[1]
-        stretch: Any,  # i32[blocks * 4]
+        stretch: Any,  # i32[blocks * 6]
         seqs: Any,  # i32[b]
         kv_len: Any,  # i32[b]
         table: Any,  # i32[b * m]
@@ -231,7 +257,8 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             return jnp.where(last, j + 1, j), head, jnp.where(ends, 0, i + 1)
 
         def begin(block: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-            return stretch[block * 4 + 3], tuple(stretch[block * 4 + n] for n in range(3))  # type: ignore[return-value]
+            j, head, i, count = (stretch[block * 6 + n] for n in range(4))
+            return count, (j, head, i)
 
         def load(warp: Any) -> None:
             """One warp's pages of every chunk of one warpgroup's stretch; its first warp copies q too."""
@@ -262,34 +289,38 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                     source, q_s.at[to, slot, pl.ds(0, z.rows)], q_bar.at[to * stages + slot]
                 )
 
-            def step(c: Any, carry: Any) -> Any:
-                here, segment = carry
-                j, head, i = here
-                slot = lax.rem(c, stages)
-                seq, n = read(j)
+            def page_ids(seq: Any, i: Any) -> list[Any]:
                 first = i * z.pages + part * pages_each
-                ids = [
+                return [
                     table[seq * z.max_pages + jnp.minimum(first + p, z.max_pages - 1)]
                     for p in range(pages_each)
                 ]
+
+            def step(c: Any, carry: Any) -> Any:
+                (j, head, i), seq, n, ids, segment = carry
+                slot = lax.rem(c, stages)
                 opens = (c == 0) | (i == 0)
                 used = c >= stages
-                pl.when(used)(lambda: plgpu.barrier_wait(k_free.at[to * stages + slot]))
-                # Its segment's predecessor in this slot is done: K of every chunk before c - stages + 1 is free.
-                pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
                 mine = part * pages_each < z.pages
+                pl.when(used)(lambda: plgpu.barrier_wait(k_free.at[to * stages + slot]))
+                # q's slot is free: every chunk before c - stages + 1 has been multiplied with its own.
+                pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
                 pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
+                # Loads of the next chunk's place travel while V's stage is awaited.
+                there = after(j, head, i, n)
+                next_seq, next_n = read(there[0])
+                next_ids = page_ids(next_seq, there[2])
                 pl.when(used)(lambda: plgpu.barrier_wait(v_free.at[to * stages + slot]))
                 pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
-                return after(j, head, i, n), segment + opens.astype(jnp.int32)
+                return there, next_seq, next_n, next_ids, segment + opens.astype(jnp.int32)
 
-            lax.fori_loop(0, count, step, (start, jnp.int32(0)))
+            seq, n = (stretch[(first_block + to) * 6 + at] for at in (4, 5))
+            lax.fori_loop(0, count, step, (start, seq, n, page_ids(seq, start[2]), jnp.int32(0)))
 
             def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
                 for free in (k_free, v_free):
-                    pl.when(c >= stages)(
-                        lambda free=free: plgpu.barrier_wait(free.at[to * stages + lax.rem(c, stages)])
-                    )
+                    wait = functools.partial(plgpu.barrier_wait, free.at[to * stages + lax.rem(c, stages)])
+                    pl.when(c >= stages)(wait)
 
             lax.fori_loop(count, count + stages, drain, None)
 
@@ -304,7 +335,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 at = wg * stages + slot
                 plgpu.barrier_wait(k_bar.at[at])
 
-                def scores(ref: Any) -> jax.Array:
+                def scores(ref: Any) -> Any:
                     plgpu.wgmma(ref, q_s.at[wg, lax.rem(segment, stages)], k_s.at[wg, slot].transpose((1, 0)))
                     return ref[...]
 
@@ -331,7 +362,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                     v_s[wg, slot] = jnp.where(row < n - i * chunk, v.astype(f32), 0.0).astype(bf16)
                     plgpu.commit_smem()
 
-                def values(ref: Any) -> jax.Array:
+                def values(ref: Any) -> Any:
                     if not z.p_in_smem:
                         ref[...] = acc
                     plgpu.wgmma(ref, operand, v_s.at[wg, slot])
@@ -359,11 +390,13 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
             lax.while_loop(lambda carry: carry[0] < count, segment_step, (jnp.int32(0), start, jnp.int32(0)))
             for n in range(-(-z.batch // z.blocks)):
-                pl.when(block + n * z.blocks < z.batch)(functools.partial(clear_padding, block + n * z.blocks))
+                pl.when(block + n * z.blocks < z.batch)(
+                    functools.partial(clear_padding, block + n * z.blocks)
+                )
             plgpu.wait_smem_to_gmem(0)
 
         def finish(block: Any, acc: Any, top: Any, total: Any, item: Any, begins: Any, ends: Any) -> None:
-            """Write an item's output, or the part of it here to slot 0 (goes on from the block before) or 1."""
+            """Write an item's output, or its part here: to slot 0 (goes on from the block before) or 1."""
             acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
             high = acc.astype(bf16)
             whole = begins & ends
@@ -410,7 +443,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             plgpu.warp_map(load)
 
     each = z.consumers * stages
-    scratch = {
+    scratch: Any = {
         "q_s": plgpu.SMEM((z.consumers, stages, TILE_ROWS, e), bf16, transforms=TILED),
         "k_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
         "v_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
@@ -454,7 +487,7 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
         merge: Any,  # i32[blocks * 2]
         parts: Any,  # bf16[blocks * 2 * 2 * rows * e]
         lse: Any,  # f32[blocks * 2 * 64]
-        out: Any,  # bf16[b * h, e]
+        out: Any,  # bf16[b * h * e]
         o_s: Any,  # bf16[128]
     ) -> None:
         block, rows = lax.axis_index("block"), lax.axis_index("rows")
@@ -467,41 +500,53 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
             lane = plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=plgpu.Layout.WG_STRIDED((128,), 1))
             return jnp.where(lane < e, scalars[0], scalars[1])
 
+        def piece(n: Any) -> tuple[Any, list[Any]]:
+            """Part n of the item: its rows of output, and their log-sums."""
+            part = jnp.where(n == 0, block * 2 + 1, (block + n) * 2)
+            at = (part * 2 * z.rows + rows * width) * e
+            x = parts[pl.ds(at, 128)].astype(jnp.float32)
+            x = x + parts[pl.ds(at + z.rows * e, 128)].astype(jnp.float32)
+            return x, [lse[part * TILE_ROWS + rows * width + w] for w in range(width)]
+
+        def add(left: Any, right: Any) -> Any:
+            """The softmax-weighted sum of two partial outputs (normalised), and the log of their sum."""
+            (x, tops), (y, others) = left, right
+            new = [jnp.maximum(t, o) for t, o in zip(tops, others, strict=True)]
+            a = [jnp.exp2(t - n) for t, n in zip(tops, new, strict=True)]
+            b = [jnp.exp2(o - n) for o, n in zip(others, new, strict=True)]
+            total = [p + r for p, r in zip(a, b, strict=True)]
+            a = [p / t for p, t in zip(a, total, strict=True)]
+            b = [r / t for r, t in zip(b, total, strict=True)]
+            sums = [n + jnp.log(t) * LOG2E for n, t in zip(new, total, strict=True)]
+            return x * spread(a) + y * spread(b), sums
+
         @pl.when(more > 0)
         def _() -> None:
-            def take(n: Any, carry: Any) -> Any:
-                acc, tops, totals = carry
-                part = jnp.where(n == 0, block * 2 + 1, (block + n) * 2)
-                at = (part * 2 * z.rows + rows * width) * e
-                x = parts[pl.ds(at, 128)].astype(jnp.float32)
-                x = x + parts[pl.ds(at + z.rows * e, 128)].astype(jnp.float32)
-                mine = [lse[part * TILE_ROWS + rows * width + w] for w in range(width)]
-                new = [jnp.maximum(t, s) for t, s in zip(tops, mine, strict=True)]
-                old_factor = [jnp.exp2(t - s) for t, s in zip(tops, new, strict=True)]
-                factor = [jnp.exp2(t - s) for t, s in zip(mine, new, strict=True)]
-                totals = [t * a + f for t, a, f in zip(totals, old_factor, factor, strict=True)]
-                return acc * spread(old_factor) + x * spread(factor), new, totals
+            merged = add(piece(0), piece(1))  # both are on their way at once; few items have more
+            merged, _ = lax.fori_loop(2, more + 1, lambda n, sums: add(sums, piece(n)), merged)
+            merged = merged.astype(jnp.bfloat16)
+            row = item * z.group + rows * width
+            if z.group % width == 0:
+                out[pl.ds(row * e, 128)] = merged
+            else:  # the last row is another item's
+                o_s[...] = merged
+                plgpu.commit_smem()
+                for w in range(width):
 
-            acc = plgpu.layout_cast(jnp.zeros((128,), jnp.float32), plgpu.Layout.WG_STRIDED((128,), 1))
-            tops, totals = [jnp.float32(NO_SCORE)] * width, [jnp.float32(0)] * width
-            acc, _, totals = lax.fori_loop(0, more + 1, take, (acc, tops, totals))
-            o_s[...] = (acc / spread(totals)).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            for w in range(width):
+                    @pl.when(rows * width + w < z.group)
+                    def _(w: int = w) -> None:
+                        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(w * e, e)], out.at[pl.ds((row + w) * e, e)])
 
-                @pl.when(rows * width + w < z.group)
-                def _(w: int = w) -> None:
-                    to = out.at[item * z.group + rows * width + w]
-                    plgpu.copy_smem_to_gmem(o_s.at[pl.ds(w * e, e)], to)
-
-            plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         merge_decode,
         out_type=(),
         grid=(z.blocks, -(-z.group // width)),
         grid_names=("block", "rows"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         scratch_types=[plgpu.SMEM((128,), jnp.bfloat16)],
         interpret=interpret,
     )

@@ -33,26 +33,41 @@ def write_kv(
 ) -> jax.Array:
     """pool[layer, page[t]].kv[:, :, offset[t]] = (k[t], v[t]), in place where the pool is donated.
 
-    pool bf16 [n_layers, n_pages, page_elems]; k, v [t, n_kv, e], cast to bf16; page, offset int32 [t] (page -1: dropped;
-    no slot may be given twice). Raises ValueError where the shapes are beyond the kernel's limits.
+    pool bf16 [n_layers, n_pages, page_elems]; k, v [t, n_kv, e], cast to bf16; page, offset int32 [t] (page
+    -1: dropped; no slot may be given twice). Raises ValueError beyond the kernel's limits.
     """
     if pool.ndim != 3 or k.ndim != 3 or k.shape != v.shape:
-        raise ValueError(f"need pool [layers, pages, elems], k and v [t, n_kv, e]; got {pool.shape}, {k.shape}, {v.shape}")
+        raise ValueError(
+            f"need pool [layers, pages, elems], k and v [t, n_kv, e]; got {pool.shape}, {k.shape}, {v.shape}"
+        )
     n_layers, n_pages, elems = pool.shape
     t, n_kv, e = k.shape
     if pool.dtype != jnp.bfloat16:
         raise ValueError(f"pool must be bfloat16, not {pool.dtype}; use kernel_backend='xla'")
     if elems != 2 * n_kv * page_tokens * e:
-        raise ValueError(f"pool pages have {elems} elements, not 2 * {n_kv} * {page_tokens} * {e} (n_kv, page_tokens, head_dim)")
+        raise ValueError(
+            f"pool pages have {elems} elements, not 2 * {n_kv} * {page_tokens} * {e} "
+            "(n_kv, page_tokens, head_dim)"
+        )
     if e % 64 or e > 256 or n_kv > 256 or page_tokens > 256:
-        raise ValueError(f"head_dim {e} must be a multiple of 64 up to 256; n_kv {n_kv} and page_tokens {page_tokens} at most 256")
+        raise ValueError(
+            f"head_dim {e} must be a multiple of 64 up to 256; n_kv {n_kv} and page_tokens {page_tokens} "
+            "at most 256"
+        )
     if page.shape != (t,) or offset.shape != (t,):
-        raise ValueError(f"page {page.shape} and offset {offset.shape} must have one entry for each of {t} tokens")
+        raise ValueError(
+            f"page {page.shape} and offset {offset.shape} must have one entry for each of {t} tokens"
+        )
     fit = SMEM_BYTES // (2 * n_kv * e * 2)
     tokens = max(1, min(MAX_TOKENS, fit, -(-t // BLOCKS)))
     ref = jax.new_ref(pool.reshape(n_layers * n_pages * 2, n_kv, page_tokens, e))
     _write_kernel(t, n_pages, n_kv, e, tokens, interpret)(
-        jnp.asarray(layer, jnp.int32).reshape(1), page, offset, k.astype(pool.dtype), v.astype(pool.dtype), ref
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        page,
+        offset,
+        k.astype(pool.dtype),
+        v.astype(pool.dtype),
+        ref,
     )
     return jax.freeze(ref).reshape(pool.shape)
 

@@ -1,10 +1,12 @@
 """Ragged chunked prefill attention with Pallas Mosaic GPU (Hopper), reading K and V from the page pool.
 
-A thread block takes 128 query rows that read the same KV head (128 tokens of one head, or 64 tokens of two) and
-walks its sequence's context in blocks of `BLOCK_KV` tokens. One warpgroup follows the page table and
-copies; two multiply, 64 rows each. A multiplying warpgroup has the product Q K^T of the next block and P V of this one
-in flight together, and computes the softmax of the next while P V runs. Tiles with the longest context start first.
-Letters as in xla_attention; `n` tile, `i` its row.
+A thread block takes 128 query rows that read the same KV head (128 tokens of one head, or 64 tokens of two)
+and walks its sequence's context in blocks of `BLOCK_KV` tokens. The warps of one warpgroup follow the page
+table and copy; two warpgroups multiply, 64 rows each. Such a warpgroup has the product Q K^T of the next
+block and P V of this one in flight together, and computes the softmax of the next while P V runs. Tiles with
+the longest context start first, so that the short ones fill the end.
+
+Letters as in xla_attention.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.mosaic_attention import ROW, TILED, check_attention
+from slora_jax.pallas_kernels.mosaic_attention import ROW, TILED, check_attention, whole_tiles
 
 BLOCK_KV = 128
 STAGES = 2
@@ -87,12 +89,12 @@ def prefill_attention(
 ) -> jax.Array:
     """Causal attention of ragged prompt chunks over all that their sequences' pages hold.
 
-    q bf16 [t, h, e]; pool bf16 [n_layers, n_pages, page_elems]; page_table int32 [b, m]; positions int32 [t]. Tile j
-    holds the tile_len[j] (at most `tile`, 64 or 128) tokens from tile_start[j] on, of sequence row tile_seq[j] (-1:
-    padding), at consecutive positions; tiles follow one another from token 0 on. `tile_row` is not read: outputs are
-    written where their tokens are, and tokens after the last tile give 0. Products of bf16, sums in float32; weights are
-    rounded to bf16 before they meet V. Returns bf16 [t, h, e]. Raises ValueError where the shapes are
-    beyond the kernel's limits.
+    q bf16 [t, h, e]; pool bf16 [n_layers, n_pages, page_elems]; page_table int32 [b, m]; positions int32 [t].
+    Tile j holds the tile_len[j] (at most `tile`, 64 or 128) tokens from tile_start[j] on, of sequence row
+    tile_seq[j] (-1: padding), at consecutive positions; tiles follow one another from token 0 on. `tile_row`
+    is not read: outputs are written where their tokens are, and tokens after the last tile give 0. Products
+    of bf16, sums in float32; weights are rounded to bf16 before they meet V. Returns bf16 [t, h, e]. Raises
+    ValueError where the shapes are beyond the kernel's limits.
     """
     del tile_row
     t, h, e = q.shape
@@ -128,7 +130,7 @@ def prefill_attention(
         jnp.asarray(layer, jnp.int32).reshape(1),
         plan_prefill(positions, tile_seq, tile_start, tile_len),
         page_table.reshape(-1),
-        q,
+        whole_tiles(q),
         rows,
     )
     return out
@@ -137,14 +139,14 @@ def prefill_attention(
 def plan_prefill(
     positions: jax.Array, tile_seq: jax.Array, tile_start: jax.Array, tile_len: jax.Array
 ) -> jax.Array:
-    """int32 [(n + 1) * 4]: sequence, first token, its position and length (0: padding) of the tiles, the one with the
-    longest context first; last, in place of a tile, where the tokens of no tile begin.
+    """int32 [(n + 1) * 4]: sequence, first token, its position and length (0: padding) of the tiles, the one
+    with the longest context first; last, in place of a tile, where the tokens of no tile begin.
     """
     length = jnp.where(tile_seq >= 0, tile_len, 0)
     position = positions[jnp.clip(tile_start, 0, positions.shape[0] - 1)]
     tiles = jnp.stack([tile_seq, tile_start, position, length], axis=1)
     context = jnp.where(length > 0, position + length, 0)
-    # Each tile's place: how many are longer, or as long and before it. One small fusion; a sort is several kernels.
+    # Each tile's place: how many are longer, or as long and before it. A sort would be several kernels.
     order = jnp.arange(context.shape[0])
     before = (context[:, None] < context) | ((context[:, None] == context) & (order < order[:, None]))
     place = jnp.sum(before, axis=1, dtype=jnp.int32)
@@ -243,7 +245,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
                 return jnp.where(column - line <= first_position - j * block_kv, score, -jnp.inf)
 
             def softmax(score: Any, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
-                """Weights in float32, the new maximum (scaled) and sum, and the factor of what was summed before."""
+                """Weights in float32, the new (scaled) maximum and sum, the factor of the old sum."""
                 new_top = jnp.maximum(top, score.max(axis=1) * scale)
                 shrink = jnp.exp2(top - new_top)
                 weight = jnp.exp2(score * scale - lax.broadcast_in_dim(new_top, score.shape, [0]))
@@ -254,11 +256,9 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
                     plgpu.barrier_wait(turn.at[wg])
 
             def give_turn(last: Any) -> None:
-                """Let the other warpgroup use the tensor cores; after the last step the first waits no more."""
+                """Let the other warpgroup multiply; after the last step the first waits no more."""
                 if z.pingpong:
-                    pl.when((wg == 0) | jnp.logical_not(last))(
-                        lambda: plgpu.barrier_arrive(turn.at[1 - wg])
-                    )
+                    pl.when((wg == 0) | jnp.logical_not(last))(lambda: plgpu.barrier_arrive(turn.at[1 - wg]))
 
             def stage(weight: Any) -> Any:
                 if not z.p_in_smem:
@@ -309,7 +309,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
                     score = plgpu.wgmma_accumulator_load(score_ref, wait_n=1 if z.overlap else 0)
                     new = new_weights(lax.optimization_barrier(score))
                     new = lax.optimization_barrier(new)
-                    # Weights are rounded only after the wait: their registers are an operand still being read.
+                    # Rounded only after the wait: the old weights' registers are an operand still being read.
                     summed, weight = lax.optimization_barrier((acc_ref[...], new[0]))
                     return summed, weight, *new[1:]
 
@@ -345,7 +345,9 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
             acc, weight, top, total = carry
             final = lax.rem(steps - 1, stages)
             plgpu.barrier_wait(v_bar.at[final])
-            pl.when(lax.rem(context, block_kv) != 0)(lambda: clear_tail(final, context - (steps - 1) * block_kv))
+            pl.when(lax.rem(context, block_kv) != 0)(
+                lambda: clear_tail(final, context - (steps - 1) * block_kv)
+            )
             operand = stage(weight)
 
             def last_values(ref: Any) -> Any:
@@ -359,7 +361,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
             write(head, start + row, jnp.clip(length - row, 0, ROWS))
 
         def clear_tail(slot: Any, first: Any) -> None:
-            """Zero the rows of V from `first` on: leftovers there may be NaN, which a weight of 0 does not hide."""
+            """Zero V from row `first` on: leftovers there may be NaN, which a weight of 0 does not hide."""
             part = max(block_kv // consumers, ROWS)  # of each warpgroup; the first does all of a small block
             at = wg * part
 
@@ -377,7 +379,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
                 plgpu.barrier_wait(clean)
 
         def write(head: Any, token: Any, rows: Any) -> None:
-            """Rows 0 .. rows of o_s to tokens token .. of out: copies of whole powers of two, so none goes too far."""
+            """Rows 0 .. rows of o_s to tokens token .. of out, in powers of two: none goes too far."""
             size = ROWS
             while size:
                 at = rows - lax.rem(rows, 2 * size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,9 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("h", "n_kv", "e"), [(32, 8, 128), (32, 32, 128), (14, 2, 64), (9, 3, 64), (40, 40, 128)])
+@pytest.mark.parametrize(
+    ("h", "n_kv", "e"), [(32, 8, 128), (32, 32, 128), (14, 2, 64), (9, 3, 64), (40, 40, 128)]
+)
 def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
     """Two layers of KV write, decode and prefill attention, as a step has them."""
     decodes, prompts, pages, tile = 64, 512, 40, 128
@@ -34,7 +37,7 @@ def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
     def two_layers(
         pool: jax.Array, x: jax.Array, kv: jax.Array, tokens: jax.Array, table: jax.Array, cut: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        sizes = {"n_kv": n_kv, "page_tokens": PAGE_TOKENS, "scale": 0.1}
+        sizes: Any = {"n_kv": n_kv, "page_tokens": PAGE_TOKENS, "scale": 0.1}
         for layer in range(2):
             pool = write_kv(pool, layer, kv, kv, tokens[0], tokens[1], page_tokens=PAGE_TOKENS)
             one = decode_attention(x[:decodes], pool, layer, table, tokens[2][:decodes], **sizes)
@@ -65,7 +68,7 @@ def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
         aot.shape((3, tiles), i32),
         donate=(0,),
     )
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     pool_bytes = LAYERS * PAGES * elems * 2
     assert memory.alias_size_in_bytes == pool_bytes
     assert aot.large_temporaries(compiled) < pool_bytes // 4

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from slora_jax.pallas_kernels import mosaic_kv
@@ -29,7 +30,7 @@ TOLERANCE = 6e-3  # relative, of bf16 weights and outputs; another head's or tok
 def clean_interpreter() -> Iterator[None]:
     """A failure inside the interpreter must not fail the tests after it."""
     yield
-    plgpu.reset_gpu_interpret_mode_state()
+    reset_gpu_interpret_mode_state()
 
 
 @dataclasses.dataclass
@@ -101,6 +102,7 @@ def test_decode(lengths: list[int], h: int, n_kv: int, e: int, page_tokens: int,
         page_tokens=page_tokens,
         scale=0.2,
         blocks=blocks,
+        consumers=2 if blocks % 2 == 0 else 1,
         interpret=INTERPRET,
     )
     assert got.shape == q.shape
@@ -119,10 +121,10 @@ def test_plan_deals_every_chunk_once_and_merges_every_cut_item(seed: int) -> Non
     n_kv, chunk, blocks, b = int(rng.integers(1, 5)), 64, int(rng.integers(1, 12)), int(rng.integers(1, 9))
     lengths = rng.integers(0, 400, b) * (rng.random(b) < 0.8)
     plan = plan_decode(jnp.asarray(lengths, jnp.int32), n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=2)
-    seqs, stretch = np.asarray(plan.seqs), np.asarray(plan.stretch).reshape(blocks, 4)
+    seqs, stretch = np.asarray(plan.seqs), np.asarray(plan.stretch).reshape(blocks, 6)
     parts: dict[int, list[tuple[int, bool]]] = {}  # item -> its parts: block, whether it begins the item
     seen = set()
-    for block, (j, head, i, count) in enumerate(stretch):
+    for block, (j, head, i, count, _, _) in enumerate(stretch):
         for n in range(count):
             seq = seqs[j]
             item = int(seq * n_kv + head)
@@ -169,7 +171,7 @@ def test_prefill(
     """Chunks (position of the first token, tokens) of several sequences, and `pad` tokens of no tile."""
     rng = np.random.default_rng(1)
     data = paged(rng, [before + size for before, size in chunks], n_kv, e, page_tokens)
-    tiles, positions, rows = [(-1, 0, 0)], [], []
+    tiles, positions, rows = [(-1, 0, 0)], list[int](), list[int]()
     for row, (before, size) in enumerate(chunks):
         starts = range(0, size, tile)
         tiles += [(row, len(positions) + at, min(tile, size - at)) for at in starts]

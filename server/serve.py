@@ -32,6 +32,8 @@ def run_server(
     here.
     """
     config = config or ServerConfig()
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port must be in [0, 65535], got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=2048) as listener:
         app = create_app(AsyncEngine(engine_factory()), config)

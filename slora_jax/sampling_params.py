@@ -12,6 +12,7 @@ from slora_jax.checks import as_kind, as_list, check_fields
 MAX_LOGIT_BIAS = 1024  # entries of one request; OpenAI allows 300
 MAX_STOP_TOKEN_IDS = 128
 _INT32_MAX = 2**31 - 1  # what the device's arrays hold
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +67,16 @@ class SamplingParams:
             ("min_tokens", self.min_tokens >= 0, "not negative"),
             (
                 "temperature",
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "a number not below 0",
+                0 <= self.temperature <= _FLOAT32_MAX,
+                "a number not below 0 that float32 holds",
             ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            (
+                "repetition_penalty",
+                _FLOAT32_MIN <= self.repetition_penalty <= _FLOAT32_MAX,
+                "a number above 0 that float32 holds",
+            ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "not negative"),
@@ -93,8 +98,8 @@ class SamplingParams:
                 f"got {len(self.stop_token_ids)}"
             )
         for token, bias in self.logit_bias.items():
-            if math.isnan(bias):
-                raise ValueError(f"logit_bias of token {token} must be a number, got {bias}")
+            if math.isnan(bias) or _FLOAT32_MAX < abs(bias) < math.inf:
+                raise ValueError(f"logit_bias of token {token} must be a number of float32, got {bias}")
 
 
 def _listed(name: str, value: object, want: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -72,3 +73,19 @@ def test_the_scalars_of_numpy_become_python_s() -> None:
 def test_the_engine_s_seed_has_bounds(seed: int) -> None:
     with pytest.raises(ValueError, match=r"seed must be in \[0, 2\^63\)"):
         EngineConfig(seed=seed)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e300},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-300},
+        {"logit_bias": {1: 1e300}},
+        {"logit_bias": {1: -1e39}},
+    ],
+)
+def test_what_the_device_s_float32_cannot_hold_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(fields))}.*float32"):
+        SamplingParams(**fields)
+    SamplingParams(temperature=3e38, logit_bias={1: -math.inf, 2: 3e38})

@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     try:
         code = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: it was closed before we began
+            sys.stdout.flush()
         return int(code)
     except KeyboardInterrupt:
         return 130

@@ -229,3 +229,10 @@ def test_smollm2_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         smollm2.find_gguf()
     (tmp_path / "model.gguf").touch()
     assert smollm2.find_gguf() == tmp_path / "model.gguf"
+
+
+def test_output_that_is_closed_is_no_error(
+    tiny_model_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # what Python makes of `>&-`
+    assert main(["generate", str(tiny_model_dir), "--prompts", str(prompts), *ENGINE]) == 0

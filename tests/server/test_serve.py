@@ -91,3 +91,9 @@ def test_a_taken_port_fails_before_the_model_is_loaded() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         run_server(factory, port=taken.getsockname()[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_number_that_is_no_port_fails_by_name(port: int) -> None:
+    with pytest.raises(ValueError, match=rf"port must be in \[0, 65535\], got {port}"):
+        run_server(lambda: pytest.fail("the model was loaded"), port=port)

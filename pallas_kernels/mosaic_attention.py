@@ -129,7 +129,7 @@ def decode_attention(
     Returns bf16 [s, h, e]. Raises ValueError where the shapes are beyond the kernel's limits.
     """
     s, h, e = q.shape
-    chunk = chunk or CHUNK_ELEMS // max(e, 1)
+    chunk = chunk or CHUNK_ELEMS // (128 if e == 128 else 64)
     check_attention(q, pool, page_table, n_kv=n_kv, page_tokens=page_tokens, chunk=chunk)
     if kv_len.shape != (s,) or page_table.shape[0] != s:
         raise ValueError(
@@ -179,6 +179,17 @@ def whole_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing else x
 
 
+def unsupported(*, n_q: int, n_kv: int, head_dim: int, page_tokens: int, chunk: int = 64) -> str | None:
+    """The limit of the attention kernels that a model on one shard is beyond, or None where it has kernels."""
+    if head_dim not in (64, 128):
+        return f"head_dim must be 64 or 128, not {head_dim}"
+    if n_kv < 1 or n_q % n_kv or n_q // n_kv > MAX_GROUP:
+        return f"{n_q} query heads over {n_kv} KV heads: need a whole group of 1 to {MAX_GROUP}"
+    if page_tokens < 8 or page_tokens % 8 or chunk % 64 or chunk > 256 or chunk % page_tokens:
+        return f"page_tokens {page_tokens} must be a multiple of 8 that divides {chunk} (use 16, 32 or 64)"
+    return None
+
+
 def check_attention(
     q: jax.Array, pool: jax.Array, page_table: jax.Array, *, n_kv: int, page_tokens: int, chunk: int
 ) -> None:
@@ -193,14 +204,9 @@ def check_attention(
         raise ValueError(
             f"q and pool must be bfloat16, not {q.dtype} and {pool.dtype}; use kernel_backend='xla'"
         )
-    if e not in (64, 128):
-        raise ValueError(f"head_dim must be 64 or 128, not {e}; use kernel_backend='xla'")
-    if n_kv < 1 or h % n_kv or h // n_kv > MAX_GROUP:
-        raise ValueError(f"{h} query heads over {n_kv} KV heads: need a whole group of 1 to {MAX_GROUP}")
-    if page_tokens % 8 or chunk % 64 or chunk > 256 or chunk % page_tokens:
-        raise ValueError(
-            f"page_tokens {page_tokens} must be a multiple of 8 that divides {chunk} (use 16, 32 or 64)"
-        )
+    limit = unsupported(n_q=h, n_kv=n_kv, head_dim=e, page_tokens=page_tokens, chunk=chunk)
+    if limit:
+        raise ValueError(f"{limit}; kernel_backend='xla' has no such limit")
     if pool.shape[2] != 2 * n_kv * page_tokens * e:
         raise ValueError(
             f"pool pages have {pool.shape[2]} elements, not 2 * {n_kv} * {page_tokens} * {e} "

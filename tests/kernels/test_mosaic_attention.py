@@ -21,6 +21,8 @@ from slora_jax.pallas_kernels.mosaic_attention import decode_attention, plan_dec
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_prefill import plan_prefill, prefill_attention
 
+# Rows of a tile beyond the group are whatever lay in shared memory.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 LAYERS, LAYER = 2, 1
 TOLERANCE = 6e-3  # relative, of bf16 weights and outputs; another head's or token's K or V gives more than 1

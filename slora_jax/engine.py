@@ -216,14 +216,18 @@ class Engine:
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
         started = time.perf_counter()
-        events, self._undelivered = self._undelivered, []
-        plan = self._scheduler.schedule()
-        launched = self._runner.launch(plan) if plan else None
-        if self._in_flight is not None:
-            events += self._collect(self._in_flight)
+        try:
+            plan = self._scheduler.schedule()
+            launched = self._runner.launch(plan) if plan else None
+            if self._in_flight is not None:
+                self._undelivered += self._collect(self._in_flight)
+        except BaseException:  # Ctrl-C above all
+            self._rewind()
+            raise
         self._in_flight = launched
         if launched is not None:
             self._count(plan, time.perf_counter() - started)
+        events, self._undelivered = self._undelivered, []
         return events
 
     def has_unfinished(self) -> bool:
@@ -349,6 +353,16 @@ class Engine:
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             self._scheduler.add(sequence)
+
+    def _rewind(self) -> None:
+        """After a step that broke off: sampled tokens that were not collected are computed again, to the same
+        values. Cannot mend a pool that the device lost; the next step says so.
+        """
+        self._in_flight = None
+        for request in self._requests.values():
+            for sequence in request.sequences:
+                sequence.pending = 0
+        self._scheduler.preempt_all()
 
     def _collect(self, in_flight: InFlight) -> list[StreamEvent]:
         """Wait for a step and hand its tokens to their sequences; those that have ended are passed over."""

@@ -103,6 +103,11 @@ class Scheduler:
         else:
             self._stop_running(sequence)
 
+    def preempt_all(self) -> None:
+        """Send every running sequence back to the queue, in order, to be computed anew."""
+        while self.running:
+            self._preempt(StepPlan([], []), self.running[-1])
+
     def check_integrity(self) -> None:
         """Pages, slots and pins add up; raises AssertionError saying what does not."""
         self._pool.check_integrity(
@@ -187,8 +192,7 @@ class Scheduler:
         if self.running and not self._adapters.can_make_room(need, keep=adapter):
             return False
         if absent is not None:
-            self._adapters.make_resident(absent)
-            self._load(absent)
+            self._adapters.make_resident(absent, self._load)
         if adapter is not None:
             self._adapters.pin(adapter)
         self.waiting.popleft()

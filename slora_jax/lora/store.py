@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from slora_jax.errors import AdapterExistsError, UnknownAdapterError
@@ -119,16 +119,22 @@ class AdapterStore:
         """Adapters with pages in the pool, least recently used first."""
         return list(self._resident.values())
 
-    def make_resident(self, adapter: Adapter) -> None:
-        """Give it pages (`can_make_room` must hold), evicting idle adapters where needed.
+    def make_resident(self, adapter: Adapter, write: Callable[[Adapter], None]) -> None:
+        """Give it pages (`can_make_room` must hold), evicting idle adapters where needed, and `write` them.
 
-        The caller writes `adapter.packed.pages` to `adapter.pages` before any step that reads them.
+        `write` copies `adapter.packed.pages` to `adapter.pages`, before any step that reads them; where it
+        fails the adapter is as absent as before.
         """
         assert adapter.pages is None
         self.make_room(adapter.num_pages)
         adapter.pages = self._pool.allocate(adapter.num_pages, "adapter")
         assert adapter.pages is not None
         self._resident[adapter.generation] = adapter
+        try:
+            write(adapter)
+        except BaseException:
+            self._evict(adapter)
+            raise
         self.loads += 1
 
     def can_make_room(self, pages: int, keep: Adapter | None = None) -> bool:

@@ -16,7 +16,13 @@ from slora_jax import EngineConfig, ModelConfig, SamplingParams, UnknownAdapterE
 from slora_jax.engine import Engine
 from slora_jax.outputs import StreamEvent
 from slora_jax.sharding.mesh import make_mesh
-from tests.engine.simulated_runner import BASE, SimulatedRunner, expected_tokens, simulated_adapter
+from tests.engine.simulated_runner import (
+    BASE,
+    SimulatedInFlight,
+    SimulatedRunner,
+    expected_tokens,
+    simulated_adapter,
+)
 
 VOCAB = 97
 MODEL = ModelConfig(
@@ -160,6 +166,39 @@ def test_preemption_recomputes_and_changes_nothing() -> None:
     assert engine.stats().preemptions > 0
     for prompt, out in zip(prompts, outs, strict=True):
         assert out.token_ids == expected_tokens(prompt, BASE, 40, VOCAB)
+
+
+@pytest.mark.parametrize("place", ["launch", "fetch", "write_adapter"])
+@pytest.mark.parametrize("nth", [1, 2, 4])
+def test_a_step_that_breaks_off_costs_others_nothing(place: str, nth: int) -> None:
+    engine = simulated_engine(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    params = SamplingParams(max_tokens=9)
+    names = [None, *(f"a{i}" for i in range(4))]
+    for i, name in enumerate(names[1:], 1):
+        assert name is not None
+        engine.load_adapter(name, simulated_adapter(engine._runner.layout, i, 8))  # type: ignore[attr-defined]
+    ids = [engine.add_request([i + 1] * 5, name, params) for i, name in enumerate(names)]
+    owner: Any = SimulatedInFlight if place == "fetch" else SimulatedRunner
+    whole, calls = getattr(owner, place), itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    tokens: dict[str, list[int]] = {i: [] for i in ids}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[9, 9]] * 2, None, SamplingParams(max_tokens=90))
+        engine.check_integrity()
+        while engine.has_unfinished():
+            for event in engine.step():
+                if event.request_id in tokens:
+                    tokens[event.request_id] += event.token_ids
+            engine.check_integrity()
+    want = [expected_tokens([i + 1] * 5, i or BASE, 9, VOCAB) for i in range(len(ids))]
+    assert list(tokens.values()) == want
 
 
 @pytest.mark.parametrize("chunk", [4, None])

@@ -134,15 +134,17 @@ def offline(args: argparse.Namespace) -> None:
 
 def decode(args: argparse.Namespace) -> None:
     """Milliseconds of a steady decode step, against the bytes it must read."""
-    engine = make_engine(args.model, max_batch=args.batch, max_model_len=args.context + 400)
+    engine = make_engine(
+        args.model, max_batch=args.batch, max_model_len=args.context + 400, max_step_tokens=8192
+    )
     vocab, layout = engine.model_config.vocab_size, engine._layout
     params = sum(leaf.nbytes for leaf in engine._runner.parameters())
     for distinct in args.distinct:
         rng = np.random.default_rng(0)
         names = register_adapters(engine, args.ranks, distinct)
         for i in range(args.batch):
-            prompt = rng.integers(0, vocab, args.context - args.steps // 2).tolist()
-            sampling = SamplingParams(max_tokens=10 + args.steps, temperature=0, ignore_eos=True)
+            prompt = rng.integers(0, vocab, args.context - args.steps).tolist()
+            sampling = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
             engine.add_request(prompt, names[i % distinct] if distinct else None, sampling)
         while engine.stats().num_waiting or any(s.remaining > 1 for s in engine._scheduler.running):
             engine.step()
@@ -161,15 +163,8 @@ def decode(args: argparse.Namespace) -> None:
             jax.block_until_ready(engine._runner.pool)
             jax.profiler.stop_trace()
             profile = read_profile(trace)
-        kv = (
-            args.batch
-            * args.context
-            * layout.n_layers
-            * layout.page_elems
-            * layout.tp
-            / layout.page_tokens
-            * 2
-        )
+        tokens = sum(s.num_computed for s in engine._scheduler.running)
+        kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
         adapters = sum(
             sum(
                 a.packed.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m]) for m in MODULES
@@ -184,7 +179,12 @@ def decode(args: argparse.Namespace) -> None:
             engine.step()
         case = {"model": args.model, "batch": args.batch, "context": args.context}
         case |= {"distinct": distinct, "ranks": args.ranks if distinct else []}
-        extra = {"floor_ms": round(floor, 3), **profile, "backend": engine._runner.backend.name}
+        extra = {
+            "floor_ms": round(floor, 3),
+            "mean_context": tokens / args.batch,
+            **profile,
+            "backend": engine._runner.backend.name,
+        }
         record("engine", "decode_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
         print(f"decode_step {case}: {milliseconds:.2f} ms, {extra}", flush=True)
         for name in names:

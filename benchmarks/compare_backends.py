@@ -10,7 +10,7 @@ tokens agree.
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -59,7 +59,9 @@ def random_adapter(config: ModelConfig, ranks: dict[str, int], seed: int) -> Lor
     )
 
 
-def run(config: ModelConfig, dtype: str, backend: str) -> list[tuple[list[int], np.ndarray]]:
+def run(
+    config: ModelConfig, dtype: str, backend: str, *, step_tokens: int, tokens: int
+) -> list[tuple[list[int], np.ndarray]]:
     """Tokens and logits of the batch."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config.to_hf()))
@@ -70,7 +72,7 @@ def run(config: ModelConfig, dtype: str, backend: str) -> list[tuple[list[int], 
                 kernel_backend=backend,  # type: ignore[arg-type]
                 load_format="dummy",
                 max_batch_size=16,
-                max_step_tokens=256,
+                max_step_tokens=step_tokens,
                 max_model_len=512,
                 num_pages=2000,
                 record_logits=True,
@@ -83,7 +85,7 @@ def run(config: ModelConfig, dtype: str, backend: str) -> list[tuple[list[int], 
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in LENGTHS]
     names = [None if i % 5 == 4 else f"a{i % 5}" for i in range(len(LENGTHS))]
-    outs = engine.generate(prompts, names, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+    outs = engine.generate(prompts, names, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
     engine.check_integrity()
     results = []
     for out in outs:
@@ -114,14 +116,20 @@ def compare(
 
 def main() -> None:
     """Run every shape on every backend against xla in float32."""
-    choices = [("xla", "bfloat16")] + ([("mosaic", "bfloat16")] if gpu_name() else [])
-    for name, shape in SHAPES.items():
-        config = dataclasses.replace(shape)
-        want = run(config, "float32", "xla")
-        for backend, dtype in choices:
-            result = compare(want, run(config, dtype, backend))
-            print(f"{name} {backend} {dtype}: {result}", flush=True)
-            case = {"shape": name, "backend": backend, "dtype": dtype}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
+    parser.add_argument("--step-tokens", type=int, default=256, help="longest step; prompts are cut to it")
+    parser.add_argument("--tokens", type=int, default=24, help="output tokens of each request")
+    args = parser.parse_args()
+    sizes = {"step_tokens": args.step_tokens, "tokens": args.tokens}
+    for name in args.shapes:
+        want = run(SHAPES[name], "float32", "xla", **sizes)
+        for backend in ("xla", "mosaic") if gpu_name() else ("xla",):
+            result = compare(want, run(SHAPES[name], "bfloat16", backend, **sizes))
+            print(f"{name} {backend} bfloat16: {result}", flush=True)
+            case = {"shape": name, "backend": backend, "dtype": "bfloat16", **sizes}
             agreement = result.pop("agreement")
             record("engine", "greedy_agreement", case, agreement, "of tokens", gpu=gpu_name(), **result)
 

@@ -1,7 +1,7 @@
 """The operations a step needs over the page pool, by backend.
 
 - `xla`: plain JAX; any device and dtype, and what other backends are compared with.
-- `mosaic`: Pallas Mosaic GPU kernels; Hopper and newer, bfloat16.
+- `mosaic`: Pallas Mosaic GPU kernels; Hopper and newer, bfloat16, by name only for now (see `select_backend`).
 
 A backend also has the host's half of LoRA: the work list that its kernels read. Work lists have static sizes,
 from small rungs to large ones; rung 0 is a batch without adapters.
@@ -112,27 +112,22 @@ XLA = Backend(
 
 
 def select_backend(name: str, platform: str, compute_capability: str | None, dtype: str) -> Backend:
-    """The backend that `name` asks for, or for "auto" the fastest one for this device and dtype.
+    """The backend that `name` asks for; "auto" is xla on every device.
 
-    `compute_capability` is a GPU's ("9.0"), else None. Raises ValueError where the device or the dtype cannot
-    have the backend that was named.
+    "auto" will mean mosaic on Hopper once whole engine runs with adapters have been compared with xla on a GPU
+    (benchmarks/compare_backends.py); until then its kernels are used only by name. `compute_capability` is a GPU's
+    ("9.0"), else None. Raises ValueError where the device or the dtype cannot have the backend that was named.
     """
-    hopper = platform in ("gpu", "cuda") and float(compute_capability or 0) >= 9.0
-    if name == "xla" or (name == "auto" and not (hopper and dtype == "bfloat16")):
+    if name in ("auto", "xla"):
         return XLA
-    if not hopper:
-        found = (
-            platform
-            if compute_capability is None
-            else f"{platform} of compute capability {compute_capability}"
-        )
+    if platform not in ("gpu", "cuda") or float(compute_capability or 0) < 9.0:
+        found = platform if compute_capability is None else f"compute capability {compute_capability}"
         raise ValueError(
             f"kernel_backend 'mosaic' needs a GPU of compute capability 9.0 or more, found {found}"
         )
     if dtype != "bfloat16":
         raise ValueError(f"kernel_backend 'mosaic' computes in bfloat16, not {dtype}: set dtype or use 'xla'")
-    from slora_jax.pallas_kernels.mosaic_backend import (
-        MOSAIC,
-    )  # its API changes often: only those who use it import it
+    # Pallas' Mosaic API changes often: only those who use it import it.
+    from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 
     return MOSAIC

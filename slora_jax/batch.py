@@ -29,6 +29,7 @@ from slora_jax.scheduler import Chunk, StepPlan
 
 Field = tuple[tuple[int, ...], np.dtype]
 Bias = list[tuple[int, float]]  # (token, what is added to its logit)
+_ALIGNMENT = 64  # words: GPU kernels take inputs that begin at multiples of 256 bytes
 _LORA = "lora."  # before the names of the work list's arrays
 _I, _F, _U = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint32)
 
@@ -90,7 +91,7 @@ class StepShape:
     @functools.cached_property
     def packed_size(self) -> int:
         """int32 words of the packed input."""
-        return sum(math.prod(shape) for shape, _ in self.fields.values())
+        return sum(_aligned(math.prod(shape)) for shape, _ in self.fields.values())
 
 
 @jax.tree_util.register_dataclass
@@ -135,7 +136,7 @@ def unpack(packed: jax.Array, shape: StepShape, lora_work: type[Any]) -> StepBat
     for name, (dims, dtype) in shape.fields.items():
         words = packed[start : start + math.prod(dims)].reshape(dims)
         arrays[name] = words if dtype == _I else lax.bitcast_convert_type(words, jnp.dtype(dtype))
-        start += math.prod(dims)
+        start += _aligned(math.prod(dims))
     return StepBatch(
         **{name: arrays[name] for name in _OWN_FIELDS},
         sampling=SamplingRows(**{name: arrays[name] for name in _SAMPLING_FIELDS}),
@@ -288,7 +289,7 @@ def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
     for name, (dims, dtype) in shape.fields.items():
         size = math.prod(dims)
         views[name] = packed[start : start + size].view(dtype).reshape(dims)
-        start += size
+        start += _aligned(size)
     return views
 
 
@@ -407,6 +408,10 @@ class ShapeBuckets:
 
     def _prefill_seqs(self, tokens: int) -> int:
         return min(self.max_batch_size, max(1, tokens // 16))
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNMENT) * _ALIGNMENT
 
 
 def _ladder(limit: int, start: int, ratio: int) -> tuple[int, ...]:

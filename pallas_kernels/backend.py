@@ -1,7 +1,8 @@
 """The operations a step needs over the page pool, by backend.
 
 - `xla`: plain JAX; any device and dtype, and what other backends are compared with.
-- `mosaic`: Pallas Mosaic GPU kernels; Hopper and newer, bfloat16, by name only for now (see `select_backend`).
+- `mosaic`: Pallas Mosaic GPU kernels; Hopper and newer, bfloat16, by name only for now (see
+`select_backend`).
 
 A backend also has the host's half of LoRA: the work list that its kernels read. Work lists have static sizes,
 from small rungs to large ones; rung 0 is a batch without adapters.
@@ -114,14 +115,19 @@ XLA = Backend(
 def select_backend(name: str, platform: str, compute_capability: str | None, dtype: str) -> Backend:
     """The backend that `name` asks for; "auto" is xla on every device.
 
-    "auto" will mean mosaic on Hopper once whole engine runs with adapters have been compared with xla on a GPU
-    (benchmarks/compare_backends.py); until then its kernels are used only by name. `compute_capability` is a GPU's
-    ("9.0"), else None. Raises ValueError where the device or the dtype cannot have the backend that was named.
+    "auto" will mean mosaic on Hopper once whole engine runs with adapters have been compared with xla on a
+    GPU (benchmarks/compare_backends.py); until then its kernels are used only by name. `compute_capability`
+    is a GPU's ("9.0"), else None. Raises ValueError where the device or the dtype cannot have the backend
+    that was named.
     """
     if name in ("auto", "xla"):
         return XLA
     if platform not in ("gpu", "cuda") or float(compute_capability or 0) < 9.0:
-        found = platform if compute_capability is None else f"compute capability {compute_capability}"
+        found = (
+            f"found {platform}"
+            if compute_capability is None
+            else f"found compute capability {compute_capability}"
+        )
         raise ValueError(
             f"kernel_backend 'mosaic' needs a GPU of compute capability 9.0 or more, found {found}"
         )

@@ -54,11 +54,13 @@ def plan_decode(kv_len: jax.Array, *, n_kv: int, chunk: int, blocks: int, min_ch
     """Deal ceil(kv_len / chunk) * n_kv chunks of all sequences (int32 [b]) to `blocks` equal stretches."""
     steps = (kv_len + chunk - 1) // chunk
     b = kv_len.shape[0]
-    live = steps > 0
-    rank = jnp.where(live, jnp.cumsum(live) - 1, b)
-    seqs = jnp.zeros(b, jnp.int32).at[rank].set(jnp.arange(b, dtype=jnp.int32), mode="drop")
-    end = jnp.cumsum(jnp.zeros(b, jnp.int32).at[rank].set(steps, mode="drop")) * n_kv
-    total = end[-1]
+    order = jnp.arange(b, dtype=jnp.int32)
+    # Sums over b x b comparisons, each one fusion, where sorts, scans and scatters would be several.
+    rank = jnp.sum((steps > 0) & (order < order[:, None]), axis=1, dtype=jnp.int32)
+    place = jnp.where(steps > 0, rank, b)  # among the sequences that have context
+    seqs = jnp.sum(jnp.where(place == order[:, None], order, 0), axis=1, dtype=jnp.int32)
+    end = jnp.sum(jnp.where(place <= order[:, None], steps, 0), axis=1, dtype=jnp.int32) * n_kv
+    total = jnp.sum(steps, dtype=jnp.int32) * n_kv
     quota = jnp.maximum(min_chunks, (total + blocks - 1) // blocks)
     first = jnp.arange(blocks, dtype=jnp.int32) * quota
     count = jnp.clip(total - first, 0, quota)
@@ -180,7 +182,7 @@ def whole_tiles(x: jax.Array) -> jax.Array:
 
 
 def unsupported(*, n_q: int, n_kv: int, head_dim: int, page_tokens: int, chunk: int = 64) -> str | None:
-    """The limit of the attention kernels that a model on one shard is beyond, or None where it has kernels."""
+    """The limit of the attention kernels that a model's shard is beyond, or None where it has kernels."""
     if head_dim not in (64, 128):
         return f"head_dim must be 64 or 128, not {head_dim}"
     if n_kv < 1 or n_q % n_kv or n_q // n_kv > MAX_GROUP:

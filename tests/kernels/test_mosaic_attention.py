@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from slora_jax.pallas_kernels import mosaic_kv
-from slora_jax.pallas_kernels.mosaic_attention import decode_attention, plan_decode
+from slora_jax.pallas_kernels.mosaic_attention import decode_attention, plan_decode, unsupported
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_prefill import plan_prefill, prefill_attention
 
@@ -267,6 +267,13 @@ def test_limits_are_named(changes: dict[str, Any], message: str) -> None:
     values, sizes = arguments(**changes)
     with pytest.raises(ValueError, match=message):
         decode_attention(*values, **sizes)
+
+
+def test_limits_can_be_asked_before() -> None:
+    assert unsupported(n_q=32, n_kv=8, head_dim=128, page_tokens=16) is None
+    assert unsupported(n_q=9, n_kv=3, head_dim=64, page_tokens=64) is None
+    assert "head_dim" in str(unsupported(n_q=4, n_kv=4, head_dim=80, page_tokens=16))
+    assert "page_tokens" in str(unsupported(n_q=4, n_kv=4, head_dim=64, page_tokens=48))
 
 
 def test_prefill_and_write_name_their_limits() -> None:

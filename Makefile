@@ -13,7 +13,7 @@ CODE := $(PACKAGES) tests $(wildcard benchmarks examples)
 # The type checker sees the packages as they are imported; its messages name the files as they lie here.
 LINKED := s,build/links/slora_jax/\(pallas_kernels\|sharding\|server\)/,\1/,;s,build/links/,,
 
-.PHONY: help demo test test-slow check lint types format packaging bench-cpu clean
+.PHONY: help demo test test-slow test-aot check lint types format packaging bench-cpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -27,6 +27,9 @@ test: .venv/ready ## the tests (ARGS="-k NAME -x" are passed on)
 
 test-slow: .venv/ready ## the tests marked slow: longer runs, more seeds
 	@$(PY) -m pytest -q -m slow $(ARGS)
+
+test-aot: .venv-aot/ready ## GPU kernels compiled for an H200 (no GPU needed, but a ptxas on PATH)
+	@JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -q -m aot --timeout 1200 tests/kernels $(ARGS)
 
 check: lint types packaging ## formatting, lint rules, types, import rules, the wheel in a clean environment
 
@@ -51,10 +54,13 @@ bench-cpu: .venv/ready .venv-peft/ready ## output tokens/s and memory against Hu
 	@$(PY) -m benchmarks.bench_cpu --peft-python .venv-peft/bin/python $(ARGS)
 
 clean: ## remove what make made: environments, caches, build
-	@rm -rf .venv .venv-peft build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf .venv .venv-peft .venv-aot build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 .venv/ready: pyproject.toml .ci/make-venv
 	@.ci/make-venv .venv
+
+.venv-aot/ready: pyproject.toml .ci/make-venv
+	@.ci/make-venv .venv-aot
 
 .venv-peft/ready: pyproject.toml .ci/make-venv
 	@.ci/make-venv .venv-peft

@@ -1,10 +1,8 @@
-"""The GPU kernels alone: microseconds, TB/s or TFLOP/s, and their share of what the chip copies or
-multiplies.
+"""The GPU kernels alone: microseconds, TB/s or TFLOP/s, and the share of what the chip can copy or multiply.
 
-    python benchmarks/bench_kernels.py                      # every case
-    # cases whose name contains a word; may be repeated
-    python benchmarks/bench_kernels.py --only lora_decode
-    python benchmarks/bench_kernels.py --list
+    python -m benchmarks.bench_kernels                       # every case
+    python -m benchmarks.bench_kernels --only lora_decode    # cases whose name has this word; may be repeated
+    python -m benchmarks.bench_kernels --list
 
 Each case checks its kernel against a float32 reference before it is timed. Results are appended to
 benchmarks/results/kernels.jsonl, one JSON line a measurement.
@@ -16,21 +14,19 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from kernels import common
+from benchmarks.kernels import common
 
 
 def main() -> int:
+    """Run the cases asked for; 1 where one failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cases whose name has it")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="JSON lines are appended to it")
-    parser.add_argument("--commit", default=None, help="recorded commit (default: this checkout's)")
     args = parser.parse_args()
-    from kernels import attention, lora
+    from benchmarks.kernels import attention, lora
 
     cases = [*lora.CASES, *attention.CASES]
     if args.only:
@@ -38,7 +34,7 @@ def main() -> int:
     if args.list:
         print(*(c.name for c in cases), sep="\n")
         return 0
-    return min(1, common.run_cases(cases, args.results, args.commit or common.current_commit()))
+    return int(common.run_cases(cases, args.results) > 0)
 
 
 if __name__ == "__main__":

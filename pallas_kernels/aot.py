@@ -48,15 +48,20 @@ gpu_device_info {
   thread_dim_limit_z: 64
   device_vendor: "NVIDIA Corporation"
   platform_version: "Compute Capability 9.0a"
-  model_str: "sm_9.0a with 151397597184B RAM, 132 cores, 1980000KHz clock, 3750000KHz mem clock,
-  52428800B L2$" device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true name: "NVIDIA
-  H200" driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  model_str: "sm_9.0a with 151397597184B RAM, 132 cores, 1980000KHz clock, 3750000KHz mem clock, 52428800B L2$"
+  device_address_bits: 64
+  pcie_bandwidth: 34359738368
+  ecc_enabled: true
+  name: "NVIDIA H200"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.10.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
-"""
+"""  # noqa: E501 (one line of the text is long)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The operations a step needs over the page pool, by backend.
 
 - `xla`: plain JAX; any device and dtype, and what other backends are compared with.
-- `mosaic`: Pallas Mosaic GPU kernels; Hopper and newer, bfloat16, by name only for now (see
+- `mosaic`: Pallas Mosaic GPU kernels; Hopper, bfloat16, by name only for now (see
 `select_backend`).
 
 A backend also has the host's half of LoRA: the work list that its kernels read. Work lists have static sizes,
@@ -122,15 +122,15 @@ def select_backend(name: str, platform: str, compute_capability: str | None, dty
     """
     if name in ("auto", "xla"):
         return XLA
-    if platform not in ("gpu", "cuda") or float(compute_capability or 0) < 9.0:
+    if (
+        platform not in ("gpu", "cuda") or (compute_capability or "").split(".")[0] != "9"
+    ):  # wgmma: only 9.x has it
         found = (
             f"found {platform}"
             if compute_capability is None
             else f"found compute capability {compute_capability}"
         )
-        raise ValueError(
-            f"kernel_backend 'mosaic' needs a GPU of compute capability 9.0 or more, found {found}"
-        )
+        raise ValueError(f"kernel_backend 'mosaic' needs a Hopper GPU (compute capability 9.x), {found}")
     if dtype != "bfloat16":
         raise ValueError(f"kernel_backend 'mosaic' computes in bfloat16, not {dtype}: set dtype or use 'xla'")
     # Pallas' Mosaic API changes often: only those who use it import it.

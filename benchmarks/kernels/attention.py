@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernels.common import Case, Ceilings, Measurement, relative_error, seconds_per_call
 
+from benchmarks.kernels.common import Case, Ceilings, Measurement, relative_error, seconds_per_call
 from slora_jax.pallas_kernels import mosaic_attention, mosaic_kv, mosaic_prefill, xla_attention
 
 PAGE_TOKENS = 16
@@ -25,7 +25,9 @@ CHECKED = 6  # rows of a batch that are compared
 @functools.lru_cache(maxsize=1)
 def make_pool(n_pages: int, n_kv: int, e: int, page_tokens: int) -> jax.Array:
     shape = (LAYERS, n_pages, 2 * n_kv * page_tokens * e)
-    return jax.block_until_ready(jax.jit(lambda: jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))())
+    pool: jax.Array = jax.jit(lambda: jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))()
+    pool.block_until_ready()
+    return pool
 
 
 def shuffled_table(rng: np.random.Generator, lengths: np.ndarray, page_tokens: int) -> tuple[jax.Array, int]:
@@ -136,10 +138,10 @@ def prefill(
     q = jax.random.normal(jax.random.key(2), (tokens, n_q, head_dim), jnp.bfloat16)
     sizes: dict[str, Any] = {"n_kv": n_kv, "page_tokens": page_tokens, "scale": head_dim**-0.5, "tile": tile}
 
-    def step(i: int, q: jax.Array, pool: jax.Array, table: jax.Array, *args: jax.Array) -> jax.Array:
-        return mosaic_prefill.prefill_attention(
-            q, pool, jnp.int32(i % LAYERS), table, *args, **sizes, **tuning
-        )
+    def step(i: int, q: jax.Array, pool: jax.Array, table: jax.Array, *args: Any) -> jax.Array:
+        attend: Any = mosaic_prefill.prefill_attention
+        out: jax.Array = attend(q, pool, jnp.int32(i % LAYERS), table, *args, **sizes, **tuning)
+        return out
 
     out = jax.jit(functools.partial(step, 1))(q, pool, table, *args)
     error = 0.0

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.record import commit
+
 RESULTS = Path(__file__).parents[1] / "results" / "kernels.jsonl"
 
 
@@ -87,7 +89,7 @@ def measure_ceilings() -> Ceilings:
     """A copy of 2 GiB and an 8192-cubed matrix product of random bf16."""
     size = 2**29 if jax.default_backend() == "gpu" else 2**20
     big = jnp.arange(size, dtype=jnp.uint32)
-    once = jax.lax.optimization_barrier  # each call its own pass over memory
+    once: Any = jax.lax.optimization_barrier  # each call its own pass over memory
     copy = seconds_per_call(lambda i, x: once(x ^ jnp.uint32(i + 1)), big, calls=8, repeats=5, runs=1)
     n = 8192 if jax.default_backend() == "gpu" else 256
     a, b = (jax.random.normal(jax.random.key(s), (n, n), jnp.bfloat16) for s in (0, 1))
@@ -115,21 +117,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def current_commit() -> str:
-    """The checkout's commit; 'unknown' where there is no checkout (pass --commit then)."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-
-
-def run_cases(cases: Sequence[Case], results: Path, commit: str) -> int:
+def run_cases(cases: Sequence[Case], results: Path) -> int:
     """Measure every case, print a line each, append them to `results`; returns how many failed."""
     ceilings = measure_ceilings()
     shared = {
         "gpu": jax.devices()[0].device_kind,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit,
+        "commit": commit(),
         "versions": versions(),
         "command": "python " + " ".join(sys.argv),
         "copy_tb_s": round(ceilings.copy / 1e12, 3),

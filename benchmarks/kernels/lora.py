@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernels.common import Case, Ceilings, Measurement, seconds_per_call
 
+from benchmarks.kernels.common import Case, Ceilings, Measurement, seconds_per_call
 from slora_jax.pallas_kernels.lora_work import AdapterBlocks, LoraWork, build_lora_work, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
 
@@ -114,7 +114,8 @@ def make(s: Setting) -> Data:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _weights(key: jax.Array, n_pages: int, elems: int) -> jax.Array:
-    return jax.random.normal(key, (n_pages, elems), jnp.bfloat16) * jnp.bfloat16(0.02)
+    weights: jax.Array = jax.random.normal(key, (n_pages, elems), jnp.bfloat16) * jnp.bfloat16(0.02)
+    return weights
 
 
 def apply(
@@ -229,8 +230,8 @@ MHA = (
     (1, 1, (64,)),
 )
 CASES = [
-    *(case(Setting(*shape, 4096, 4096)) for shape in MHA),
-    *(case(Setting(*shape, 4096, 1024)) for shape in ((256, 256, (16,)), (256, 256, MIXED))),
+    *(case(Setting(tokens, distinct, ranks, 4096, 4096)) for tokens, distinct, ranks in MHA),
+    *(case(Setting(256, 256, ranks, 4096, 1024)) for ranks in ((16,), MIXED)),
     case(Setting(256, 256, (16,), 5120, 5120)),
     case(Setting(2048, 8, (16,), 4096, 4096, prompt=True)),
     case(Setting(2048, 8, MIXED, 4096, 1024, prompt=True)),

@@ -9,7 +9,13 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 import slora_jax.engine
 from slora_jax import EngineConfig, ModelConfig, SamplingParams, UnknownAdapterError
@@ -157,6 +163,13 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_many_more_random_histories() -> None:
+    run_state_machine_as_test(
+        EngineMachine, settings=settings(max_examples=1500, stateful_step_count=80, deadline=None)
+    )
 
 
 def test_preemption_recomputes_and_changes_nothing() -> None:

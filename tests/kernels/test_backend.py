@@ -36,8 +36,9 @@ def test_auto_is_xla_and_a_name_is_obeyed(
 @pytest.mark.parametrize(
     ("platform", "capability", "dtype", "message"),
     [
-        ("cpu", None, "bfloat16", "needs a GPU of compute capability 9.0 or more: found cpu"),
+        ("cpu", None, "bfloat16", r"needs a Hopper GPU \(compute capability 9.x\), found cpu"),
         ("gpu", "8.9", "bfloat16", "found compute capability 8.9"),
+        ("gpu", "10.0", "bfloat16", "found compute capability 10.0"),
         ("gpu", "9.0", "float32", "computes in bfloat16, not float32"),
     ],
 )

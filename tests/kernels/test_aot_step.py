@@ -1,0 +1,83 @@
+"""A whole step of the engine on the Mosaic kernels, compiled for an H200: the pool is updated in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from slora_jax import ModelConfig
+from slora_jax.batch import ShapeBuckets
+from slora_jax.memory.layout import PageLayout
+from slora_jax.models.llama import Llama, model_specs
+from slora_jax.models.rope import Rope
+from slora_jax.pallas_kernels import aot
+from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
+from slora_jax.step import POOL_SPEC, REPEATED, ModuleLeaves, SlotState, StepConfig, whole_step
+
+pytestmark = pytest.mark.aot
+LLAMA_7B = ModelConfig(32000, 4096, 2, 32, 32, 128, 11008, 4096)  # but for its layers
+LLAMA_8B = ModelConfig(32000, 4096, 2, 32, 8, 128, 14336, 4096)
+
+
+@pytest.mark.parametrize("config", [LLAMA_7B, LLAMA_8B], ids=["mha", "gqa"])
+@pytest.mark.parametrize("prefill_tokens", [0, 512])
+def test_a_step_makes_no_copy_of_the_pool(config: ModelConfig, prefill_tokens: int) -> None:
+    layout = PageLayout.for_model(config, 16, 1)
+    mesh = aot.h200_mesh()
+    params = {n: aot.shape(s.shape, jnp.bfloat16) for n, s in model_specs(config, 1).items()}
+    model = nnx.eval_shape(lambda p: Llama(config, p), params)
+    ends, layers = _split(model.ends), [_split(m) for m in model.layers]
+    buckets = ShapeBuckets.for_engine(
+        layout, MOSAIC, max_batch_size=256, max_step_tokens=512, max_model_len=1040, ratio=4
+    )
+    shape = buckets.fit(
+        decodes=256, prefill_tokens=prefill_tokens, prefill_seqs=bool(prefill_tokens), pages=60, bias=0
+    )
+    bounds = buckets.lora_shape(shape)
+    fields = MOSAIC.planner.fields(MOSAIC.planner.sizes(2, bounds), bounds)
+    shape = dataclasses.replace(shape, lora=tuple(fields.items()))
+    step_config = StepConfig(layout, Rope.from_config(config), MOSAIC, max_logprobs=20, record_logits=False)
+
+    def run(
+        ends_leaves: list[jax.Array],
+        layer_leaves: list[list[jax.Array]],
+        pool: jax.Array,
+        slots: SlotState,
+        packed: jax.Array,
+    ) -> object:
+        modules = [layers[0].merge(leaves) for leaves in layer_leaves]
+        return whole_step(step_config, shape, ends.merge(ends_leaves), modules, pool, slots, packed)
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(REPEATED, REPEATED, POOL_SPEC, REPEATED, REPEATED),
+        out_specs=(POOL_SPEC, REPEATED, REPEATED),
+        check_vma=False,
+    )
+    pool = jax.ShapeDtypeStruct(
+        (config.num_hidden_layers, 3000, layout.page_elems),
+        jnp.bfloat16,
+        sharding=NamedSharding(mesh, POOL_SPEC),
+    )
+    slots: Any = SlotState(*(aot.shape(s, jnp.int32) for s in ((256,), (256, config.vocab_size))))  # type: ignore[arg-type]
+    packed = aot.shape((shape.packed_size,), jnp.int32)
+    compiled = aot.compile_for_h200(
+        mapped, ends.leaves, [m.leaves for m in layers], pool, slots, packed, donate=(2, 3)
+    )
+    pool_bytes = 2 * pool.size
+    assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes  # type: ignore[union-attr]
+    assert aot.large_temporaries(compiled) < pool_bytes / 2
+
+
+def _split(module: nnx.Module) -> ModuleLeaves:
+    """An abstract module's leaves with the mesh's sharding, which nnx.eval_shape drops."""
+    split = ModuleLeaves.split(module)
+    leaves: list[Any] = [aot.shape(leaf.shape, leaf.dtype) for leaf in split.leaves]
+    return dataclasses.replace(split, leaves=leaves)

@@ -64,9 +64,8 @@ class Backend:
     prefill_attention: Callable[..., Any]
     apply_lora: Callable[..., Any]
     prefill_tile: int  # tokens of one prompt that prefill attention takes together
-    short_context: (
-        int  # tokens up to which attention costs as much as the page table is wide; beyond: true lengths
-    )
+    # Tokens; up to the last rung attention costs what the page table's width does, beyond it true lengths.
+    context_rungs: tuple[int, ...]
     lora_work: type[Any]  # the registered dataclass that apply_lora reads
     planner: LoraPlanner
 
@@ -106,7 +105,7 @@ XLA = Backend(
     prefill_attention=xla_attention.prefill_attention,
     apply_lora=xla_lora.apply_lora,
     prefill_tile=64,
-    short_context=xla_attention.BLOCK_TOKENS,
+    context_rungs=(xla_attention.BLOCK_TOKENS // 2, xla_attention.BLOCK_TOKENS),
     lora_work=xla_lora.LoraBlocks,
     planner=XlaPlanner(),
 )

@@ -67,7 +67,7 @@ MOSAIC = Backend(
     prefill_attention=prefill_attention,
     apply_lora=apply_lora,
     prefill_tile=128,
-    short_context=0,
+    context_rungs=(),
     lora_work=LoraWork,
     planner=MosaicPlanner(),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -15,6 +16,8 @@ from slora_jax.server.async_engine import AsyncEngine, EngineLike
 from slora_jax.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 10  # for clients to read their last events, once the engine has drained
 
 
 def run_server(
@@ -36,20 +39,37 @@ def run_server(
         raise ValueError(f"port must be in [0, 65535], got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=2048) as listener:
-        app = create_app(AsyncEngine(engine_factory()), config)
+        engine = AsyncEngine(engine_factory())
         _warn_if_exposed(host, config)
         logger.info("serving on http://%s:%d", host, listener.getsockname()[1])
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level=log_level,
-                timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
-                lifespan="on",
-                ws="none",
-            )
+        uvicorn_config = uvicorn.Config(
+            create_app(engine, config),
+            log_level=log_level,
+            timeout_graceful_shutdown=round(config.drain_seconds + _ANSWER_SECONDS),
+            lifespan="on",
+            ws="none",
         )
+        server = _Server(uvicorn_config, engine, config.drain_seconds)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
             server.run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server whose engine drains, and aborts what is left, before open connections are cut.
+
+    uvicorn by itself cancels requests at its deadline and only then runs the lifespan's end: clients would
+    get a bare 500 in place of the answer to their aborted request.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._engine, self._drain_seconds = engine, drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, drain the engine, let every client read its last event."""
+        draining = asyncio.create_task(self._engine.shutdown(self._drain_seconds))
+        await super().shutdown(sockets)
+        await draining
 
 
 def _warn_if_exposed(host: str, config: ServerConfig) -> None:

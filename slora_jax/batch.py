@@ -327,11 +327,11 @@ class ShapeBuckets:
     ) -> ShapeBuckets:
         """Geometric ladders of the given ratio; fewer rungs compile less, more rungs pad less."""
         longest = -(-max_model_len // layout.page_tokens)
-        short = -(-backend.short_context // layout.page_tokens) or longest
+        rungs = {-(-tokens // layout.page_tokens) for tokens in backend.context_rungs}
         return cls(
             decode_rows=_ladder(max_batch_size, 2, ratio),
             prefill_tokens=_ladder(max_step_tokens, 32, ratio),
-            pages=tuple(sorted({min(short, longest), longest})),
+            pages=(*sorted(n for n in rungs if n < longest), longest),
             # Never 0: XLA (jaxlib 0.11.2) crashes over an input of no elements that a shard_map does not use.
             bias=_ladder(max_batch_size * 1280, 64, 16),
             max_batch_size=max_batch_size,

@@ -89,7 +89,7 @@ class Engine:
             page_tokens=config.page_tokens,
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters, self._write_adapter)
-        eos = frozenset(model_config.eos_token_ids)
+        eos = {*model_config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}
         self._requests: dict[str, Request] = {}
         self._intake = RequestIntake(
             RequestLimits(
@@ -101,7 +101,7 @@ class Engine:
             ),
             self._adapters,
             tokenizer,
-            eos if tokenizer is None else eos | tokenizer.eos_token_ids,
+            frozenset(t for t in eos if 0 <= t < model_config.vocab_size),  # others cannot be sampled
             config.seed,
             taken_ids=self._requests,
         )
@@ -128,7 +128,11 @@ class Engine:
         not wanted. `progress(phase, done, total)` is called while weights load and steps compile. Raises
         CheckpointError, AdapterError or ValueError saying which file, field or limit is wrong.
         """
-        config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise ValueError(f"config must be an EngineConfig, got {type(config).__name__}")
+        if not isinstance(adapters, Mapping | None):
+            raise ValueError(f"adapters must map names to PEFT folders, got {type(adapters).__name__}")
         enable_compile_cache(config.compile_cache_dir)
         resolved = resolve_model(model, config.load_format)
         model_config = load_model_config(resolved)

@@ -45,7 +45,12 @@ def size_pool(
         if budget is None:  # as much again as a full batch needs, for adapters
             full = config.max_batch_size * math.ceil(wanted_len / config.page_tokens)
             budget = min(CPU_POOL_BYTES, (2 * full + 1) * page_bytes)
-        num_pages = max(2, budget // page_bytes)
+        num_pages = budget // page_bytes
+        if num_pages < 2:
+            raise ValueError(
+                f"{max(0, budget)} bytes hold {max(0, num_pages)} pages of {page_bytes} bytes; a pool needs "
+                "2: raise pool_bytes or memory_fraction, or shard the model over more devices"
+            )
     fits = (num_pages - 1) * config.page_tokens
     if config.max_model_len is not None and wanted_len > fits:
         raise ValueError(
@@ -62,6 +67,8 @@ def size_pool(
         fits,
         (num_pages - 1) // layout.adapter(dict.fromkeys(layout.in_dims, 16)).num_pages,
     )
+    if fits < wanted_len:
+        logger.warning("sequences are limited to the %d tokens that the pool holds, not %d", fits, wanted_len)
     return PoolSize(num_pages, min(wanted_len, fits))
 
 

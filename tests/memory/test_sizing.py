@@ -37,3 +37,8 @@ def test_a_length_that_was_asked_for_must_fit() -> None:
 def test_a_length_beyond_the_model_s_is_refused() -> None:
     with pytest.raises(ValueError, match="above the model's max_position_embeddings 512"):
         size(max_model_len=513)
+
+
+def test_bytes_that_hold_no_page_are_refused_with_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"100 bytes hold 0 pages of \d+ bytes; .* raise pool_bytes"):
+        size(pool_bytes=100)

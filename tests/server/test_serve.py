@@ -72,8 +72,12 @@ def test_sigterm_drains(started: tuple[float, subprocess.Popen[str], str]) -> No
     if drain_seconds == 20:
         assert isinstance(answer, httpx.Response)
         assert answer.json()["usage"]["completion_tokens"] == 200
-    else:  # cut off, but told so
-        assert not isinstance(answer, httpx.Response) or answer.status_code >= 500
+    else:  # cut off, and told why
+        assert isinstance(answer, httpx.Response)
+        assert answer.status_code == 503
+        assert "shutting down" in answer.json()["error"]["message"]
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
 
 
 def test_ctrl_c_ends_without_a_traceback() -> None:

@@ -206,9 +206,7 @@ class Engine:
         return request.request_id
 
     def abort(self, request_id: str) -> list[StreamEvent]:
-        """End a request now and free what it holds; its last events ("abort"), or [] if it is unknown or
-        ended.
-        """
+        """End a request now and free what it holds; its last events ("abort"), or [] where there is none."""
         request = self._requests.get(request_id)
         if request is None:
             return []

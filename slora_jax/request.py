@@ -86,9 +86,7 @@ class Sequence:
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of sequence `index` of a request: the request's own for 0, a SplitMix64 step for
-    others.
-    """
+    """The 64-bit seed of sequence `index`: the request's own for 0, a SplitMix64 step for others."""
     if index == 0:
         return seed % 2**64
     z = (seed + index * 0x9E3779B97F4A7C15) % 2**64

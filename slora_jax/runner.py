@@ -59,9 +59,7 @@ class InFlight:
 
 
 class ModelRunner:
-    """Runs plans. `params` are the checkpoint's arrays by canonical name, sharded over `mesh`; it takes them
-    over.
-    """
+    """Runs plans. `params` are the checkpoint's arrays by canonical name, sharded; it takes them over."""
 
     def __init__(
         self,
@@ -112,9 +110,7 @@ class ModelRunner:
         return InFlight(rows, output, logprobs)
 
     def write_adapter(self, pages: np.ndarray, ids: list[int]) -> None:
-        """Copy an adapter's pages [n_layers, n, tp * page_elems] to pages `ids` of the pool, after the steps
-        launched.
-        """
+        """Copy an adapter's pages [n_layers, n, tp * page_elems] to `ids`, after the steps launched."""
         sharding = NamedSharding(self._mesh, POOL_SPEC)
         for start in range(0, len(ids), LOAD_PAGES):
             piece = pages[:, start : start + LOAD_PAGES]

@@ -60,9 +60,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Owns the queue, the slots and every sequence's pages. `load(adapter)` must write a newly resident
-    adapter.
-    """
+    """Owns the queue, the slots and sequences' pages. `load(adapter)` must write a newly resident adapter."""
 
     def __init__(
         self, limits: SchedulerLimits, pool: PagePool, adapters: AdapterStore, load: Callable[[Adapter], None]

@@ -79,9 +79,7 @@ class StepRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillTiles:
-    """The prefill chunks of a batch, cut into tiles of one sequence each (see
-    xla_attention.prefill_attention).
-    """
+    """A batch's prefill chunks, cut into tiles of one sequence each: what prefill_attention takes."""
 
     page_table: jax.Array  # i32[b, m]
     positions: jax.Array  # i32[t - D]
@@ -169,9 +167,7 @@ class StepOps:
 def begin(
     config: StepConfig, shape: StepShape, ends: LlamaEnds, slots: SlotState, packed: jax.Array
 ) -> tuple[jax.Array, StepOps, StepRows]:
-    """The host's packed input i32[shape.packed_size] -> hidden states [t, d] before the first layer, and the
-    batch.
-    """
+    """The host's packed input i32[packed_size] -> hidden states [t, d] before the first layer, the batch."""
     batch = unpack(packed, shape, config.backend.lora_work)
     last = slots.last_tokens.at[batch.token_slot].get(mode="clip")
     tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, last)
@@ -254,9 +250,7 @@ def whole_step(
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLeaves:
-    """An NNX module split once: `leaves` are what executables take, `merge` gives the module back inside a
-    trace.
-    """
+    """An NNX module split once: `leaves` are what executables take, `merge` rebuilds it inside a trace."""
 
     graph: nnx.GraphDef[Any]
     tree: Any

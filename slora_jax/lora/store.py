@@ -40,9 +40,7 @@ class Adapter:
 
 
 class AdapterStore:
-    """Adapters by name, and the pages of those that are resident. Host state only; the engine writes the
-    device.
-    """
+    """Adapters by name, and the pages of those that are resident. Host state only."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -70,9 +68,7 @@ class AdapterStore:
             raise UnknownAdapterError(f"adapter '{name}' is not registered (registered: {known})") from None
 
     def register(self, name: str, path: str, packed: PackedAdapter, *, replace: bool = False) -> Adapter:
-        """Register under a name; with `replace`, requests under way finish on the generation they started
-        with.
-        """
+        """Register under a name; with `replace`, requests under way finish on the generation they hold."""
         if name in self._by_name:
             if not replace:
                 raise AdapterExistsError(

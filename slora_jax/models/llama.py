@@ -47,9 +47,7 @@ class LayerOps(Protocol):
 
 
 def model_specs(config: ModelConfig, tp: int) -> dict[str, ParamSpec]:
-    """The arrays the model computes with: q,k,v and gate,up are one array each, `[d, tp, columns of a
-    shard]`.
-    """
+    """The arrays the model computes with: q,k,v and gate,up fused, `[d, tp, columns of a shard]`."""
     d, e = config.hidden_size, config.head_dim
     q, kv = config.num_attention_heads // tp * e, max(1, config.num_key_value_heads // tp) * e
     specs = {}

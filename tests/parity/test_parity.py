@@ -110,9 +110,7 @@ def test_small_shuffled_pool_with_preemption_and_chunks_of_seven(engine: Engine)
 
 
 def test_adapters_loaded_and_unloaded_midway(engine: Engine, adapters: dict[str, str]) -> None:
-    """Names come and go and change meaning while requests run; each request keeps the adapter it started
-    with.
-    """
+    """Names come, go and change meaning while requests run; each request keeps the adapter it began with."""
     case_of = {c["adapter"]: i for i, c in enumerate(CASES)}
     first, second = [n for n in case_of if n is not None][:2]
     ids = {}

@@ -1,6 +1,4 @@
-"""Measurements as JSON lines in benchmarks/results/: what, on which machine, of which commit, by which
-command.
-"""
+"""Measurements as JSON lines in benchmarks/results/: what, on which machine, commit and command."""
 
 from __future__ import annotations
 

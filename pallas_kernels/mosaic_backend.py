@@ -29,9 +29,7 @@ class MosaicPlanner:
         return lora_work_needed(token_adapter, adapters, shape.decode_rows)
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """64, 256, 1024, ... items; a quarter of that for tiles, none without prompts; pages of as many
-        blocks.
-        """
+        """64, 256, 1024, ... items; a quarter of that for tiles, none without prompts; pages to match."""
         if rung == 0:
             return 0, 0, 0
         items = 64 * 4 ** (rung - 1)

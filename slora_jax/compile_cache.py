@@ -9,9 +9,7 @@ import jax
 
 
 def enable_compile_cache(directory: str | None) -> None:
-    """Keep compiled steps in `directory`; None: `$XDG_CACHE_HOME/slora-jax/xla`, unless JAX has one set; "":
-    off.
-    """
+    """Keep compiled steps in `directory`; None: JAX's own or `$XDG_CACHE_HOME/slora-jax/xla`; "": off."""
     if directory == "" or (directory is None and jax.config.jax_compilation_cache_dir):
         return
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

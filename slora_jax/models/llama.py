@@ -36,9 +36,7 @@ class LayerOps(Protocol):
     def sin(self) -> jax.Array: ...  # f32[t, e/2]
 
     def lora(self, group: int, layer: jax.Array, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        """y[t, out] += (x A^T) B of each token's adapter, for the modules of `layout.GROUPS[group]` side by
-        side.
-        """
+        """y[t, out] += (x A^T) B of each token's adapter, for the modules of `layout.GROUPS[group]`."""
 
     def attend(
         self, layer: jax.Array, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array

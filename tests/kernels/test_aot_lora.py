@@ -1,6 +1,4 @@
-"""The Mosaic LoRA kernels compiled for sm_90a: no spills, no copy of the pool, y in place. Needs the
-CUDA plugin.
-"""
+"""Mosaic LoRA compiled for sm_90a: no spills, no copy of the pool, y in place (needs the CUDA plugin)."""
 
 from __future__ import annotations
 

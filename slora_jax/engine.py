@@ -344,6 +344,10 @@ class Engine:
                 if self._requests.get(request.request_id) is request:
                     self.abort(request.request_id)
             self._undelivered = [e for e in self._undelivered if e.request_id not in mine]
+            if not self._requests and self._in_flight is not None:
+                # The step ahead, whose tokens nobody wants. A process must not exit while it runs.
+                self._undelivered += self._collect(self._in_flight)
+                self._in_flight = None
 
     def _enqueue(self, request: Request) -> None:
         if request.request_id in self._requests:

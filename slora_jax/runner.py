@@ -74,6 +74,8 @@ class ModelRunner:
         self._mesh = mesh
         device = mesh.devices.flat[0]
         capability = getattr(device, "compute_capability", None)
+        # A CPU has nothing to copy, and that copy's callback aborts an exiting process (jaxlib 0.11.2).
+        self._device_memory = device.platform != "cpu"
         self.backend = select_backend(config.kernel_backend, device.platform, capability, config.dtype)
         logger.info("kernels: %s on %s", self.backend.name, device.device_kind)
         step_config = StepConfig(
@@ -104,7 +106,8 @@ class ModelRunner:
         shape, words = self._batches.build(plan)
         packed = jax.device_put(words, self._sharding())
         self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
-        output.tokens.copy_to_host_async()
+        if self._device_memory:
+            output.tokens.copy_to_host_async()
         rows = [(row, chunk) for row, chunk in _rows(plan, shape) if chunk.samples]
         logprobs = any(chunk.sequence.request.params.logprobs is not None for _, chunk in rows)
         return InFlight(rows, output, logprobs)
@@ -127,7 +130,14 @@ class ModelRunner:
             started = time.perf_counter()
             found = self._programs[shape] = self._builder.build(shape)
             self.compilations += 1
-            logger.info("compiled %s in %.1f s", shape, time.perf_counter() - started)
+            logger.info(
+                "compiled a step of %d decodes and %d prompt tokens, %s adapters, in %.1f s",
+                shape.decode_rows,
+                shape.prefill_tokens,
+                "with" if shape.lora else "without",
+                time.perf_counter() - started,
+            )
+            logger.debug("its shape: %s", shape)
         return found
 
     def warmup(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 H200_TARGET = """
@@ -96,8 +97,18 @@ def shape(dims: Sequence[int], dtype: Any, mesh: Mesh | None = None) -> jax.Shap
 
 
 def compile_for_h200(fn: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> jax.stages.Compiled:
-    """Compile `fn` for arguments made by `shape` (or pytrees of them)."""
-    return jax.jit(fn, donate_argnums=tuple(donate)).lower(*args).compile()
+    """Compile `fn` for arguments made by `shape` (or pytrees of them), always anew.
+
+    The persistent cache is off meanwhile: what it holds for a GPU cannot be read back where there is none.
+    """
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        return jax.jit(fn, donate_argnums=tuple(donate)).lower(*args).compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def ptx_reports(dump: Path) -> list[PtxReport]:

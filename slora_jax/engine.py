@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import jax
@@ -42,10 +42,9 @@ from slora_jax.sampling_params import SamplingParams
 from slora_jax.scheduler import Scheduler, SchedulerLimits, StepPlan
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.text import Tokenizer, load_tokenizer
-from slora_jax.weights import ResolvedModel, load_checkpoint, load_model_config, resolve_model
+from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_model_config, resolve_model
 
 logger = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,9 @@ from slora_jax.programs import Program, ProgramBuilder
 from slora_jax.scheduler import Chunk, StepPlan
 from slora_jax.sharding.rules import named_sharding, partition_spec
 from slora_jax.step import POOL_SPEC, REPEATED, SlotState, StepConfig, StepOutput
+from slora_jax.weights import Progress
 
 logger = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]
 
 LOAD_PAGES = 8  # pages of an adapter in one write
 _BUCKET_RATIO = 4

@@ -243,8 +243,9 @@ def whole_step(
 ) -> tuple[jax.Array, SlotState, StepOutput]:
     """begin, every layer, finish: (pool, slots, output)."""
     x, ops, rows = begin(config, shape, ends, slots, packed)
+    one_layer = jax.jit(layer)  # traced and lowered once; XLA unrolls it
     for index, module in enumerate(layers):
-        x, pool = layer(module, jnp.int32(index), x, pool, ops)
+        x, pool = one_layer(module, jnp.int32(index), x, pool, ops)
     return pool, *finish(config, ends, slots, x, rows)
 
 

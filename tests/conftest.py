@@ -18,7 +18,8 @@ import jax  # noqa: E402 (reads JAX_PLATFORMS when it is imported)
 
 from slora_jax.cli import smollm2  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", 4)
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "slora-jax" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -19,6 +19,7 @@ from slora_jax.pallas_kernels import lora_work
 from slora_jax.pallas_kernels.lora_work import LoraWork, build_lora_work, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
 
+ON_GPU = jax.default_backend() == "gpu"  # then on the chip, without the interpreter
 W, PER_PAGE, LAYERS, LAYER, N_PAGES = 64, 3, 2, 1, 64
 IN = (128, 128, 128, 64, 128, 128, 192)  # q, k, v, o, gate, up, down
 OUT = (128, 64, 64, 128, 192, 192, 128)
@@ -105,8 +106,8 @@ def run(
         out_dims=tuple(OUT[m] for m in group),
         chunk_width=W,
         split=split,
-        interpret=plgpu.InterpretGPUParams(detect_races=not pack),
-        pack=pack,
+        interpret=None if ON_GPU else plgpu.InterpretGPUParams(detect_races=not pack),
+        pack=pack or ON_GPU,
     )
 
 

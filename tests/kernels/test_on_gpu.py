@@ -1,0 +1,252 @@
+"""The Mosaic kernels on a Hopper GPU, over batches as the engine makes them, against plain JAX in float32.
+
+    JAX_PLATFORMS=cuda python -m pytest -m gpu tests/kernels
+
+The other tests of these kernels run in Pallas's interpreter, which has no swizzled memory, no proxies to fence
+and no TMA; what those can get wrong shows only here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from slora_jax import ModelConfig
+from slora_jax.lora.packing import pack_adapter
+from slora_jax.lora.peft import LoraAdapter, LoraWeights, module_features
+from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
+from slora_jax.pallas_kernels.backend import XLA, AdapterBlocks, LoraShape
+from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
+
+pytestmark = pytest.mark.gpu
+MODELS = {
+    "mha-64": ModelConfig(512, 512, 2, 8, 8, 64, 768, 2048),
+    "gqa3-64": ModelConfig(512, 576, 2, 9, 3, 64, 1536, 2048),
+    "gqa4-128": ModelConfig(512, 1024, 2, 8, 2, 128, 2048, 2048),
+    "mha-128": ModelConfig(512, 2048, 2, 16, 16, 128, 5504, 2048),
+}
+DECODES = (3, 17, 64, 65, 130, 300, 1, 40, 90, 200, 33, 16)  # tokens of KV, the row's own included
+CHUNKS = ((0, 3), (0, 17), (0, 64), (65, 65), (100, 130), (0, 2), (255, 33))  # position of the first, tokens
+ROWS, TOKENS = 16, 512  # room for decodes and for prompt tokens
+PAGE_TOKENS, N_PAGES, LAYER = 16, 400, 1
+TOLERANCE = 6e-3  # relative, of bf16 products and outputs
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> ModelConfig:
+    return MODELS[request.param]
+
+
+@dataclasses.dataclass
+class Batch:
+    """Sequences in shuffled pages of a pool that is NaN wherever nothing was written."""
+
+    pool: np.ndarray  # [layers, pages, elems] float32 that bf16 can hold
+    table: np.ndarray  # [sequences, m]
+
+
+def bf16(rng: np.random.Generator, *dims: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(dims, np.float32), jnp.bfloat16)
+
+
+def paged(model: ModelConfig, lengths: list[int]) -> Batch:
+    rng = np.random.default_rng(0)
+    elems = 2 * model.num_key_value_heads * PAGE_TOKENS * model.head_dim
+    pool = np.full((model.num_hidden_layers, N_PAGES, elems), np.nan, np.float32)
+    pool[:, 0] = 0  # what padding reads
+    kv = pool.reshape(*pool.shape[:2], 2, model.num_key_value_heads, PAGE_TOKENS, model.head_dim)
+    ids = iter(rng.permutation(np.arange(1, N_PAGES)))
+    table = np.zeros((len(lengths), 2048 // PAGE_TOKENS), np.int32)
+    for row, n in enumerate(lengths):
+        for at in range(0, n, PAGE_TOKENS):
+            page = table[row, at // PAGE_TOKENS] = next(ids)
+            size = min(PAGE_TOKENS, n - at)
+            shape = (2, model.num_key_value_heads, size, model.head_dim)
+            kv[LAYER, page, :, :, :size] = np.asarray(bf16(rng, *shape), np.float32)
+    return Batch(pool, table)
+
+
+def relative_error(got: Any, want: Any) -> float:
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def sizes(model: ModelConfig) -> dict[str, Any]:
+    return {"n_kv": model.num_key_value_heads, "page_tokens": PAGE_TOKENS, "scale": model.head_dim**-0.5}
+
+
+def test_decode_attention(model: ModelConfig) -> None:
+    data = paged(model, list(DECODES))
+    table = jnp.asarray(np.pad(data.table, ((0, ROWS - len(DECODES)), (0, 0))))
+    lengths = jnp.asarray([*DECODES, *[0] * (ROWS - len(DECODES))], jnp.int32)
+    q = bf16(np.random.default_rng(1), ROWS, model.num_attention_heads, model.head_dim)
+
+    def run(backend: Any, dtype: Any) -> jax.Array:
+        args = (q.astype(dtype), jnp.asarray(data.pool, dtype), jnp.int32(LAYER), table, lengths)
+        out: jax.Array = jax.jit(lambda *a: backend.decode_attention(*a, **sizes(model)))(*args)
+        return out
+
+    got, want = run(MOSAIC, jnp.bfloat16), run(XLA, jnp.float32)
+    errors = [relative_error(g, w) for g, w in zip(got, want, strict=True) if np.any(w)]
+    assert len(errors) == len(DECODES)
+    assert max(errors) < TOLERANCE, errors
+    assert not np.any(np.asarray(got[len(DECODES) :]))
+
+
+def test_prefill_attention(model: ModelConfig) -> None:
+    data = paged(model, [before + size for before, size in CHUNKS])
+    q = bf16(np.random.default_rng(1), TOKENS, model.num_attention_heads, model.head_dim)
+    tokens = sum(size for _, size in CHUNKS)
+
+    def run(backend: Any, dtype: Any) -> jax.Array:
+        tile, positions, rows = backend.prefill_tile, np.zeros(TOKENS, np.int32), np.zeros(TOKENS, np.int32)
+        tiles, at = [], 0
+        for seq, (before, size) in enumerate(CHUNKS):
+            positions[at : at + size] = np.arange(before, before + size)
+            rows[at : at + size] = len(tiles) * tile + np.arange(size)
+            tiles += [(seq, at + start, min(tile, size - start)) for start in range(0, size, tile)]
+            at += size
+        tiles += [(-1, 0, 0)] * 5
+        cut = [jnp.asarray(x, jnp.int32) for x in zip(*tiles, strict=True)]
+        args = (q.astype(dtype), jnp.asarray(data.pool, dtype), jnp.int32(LAYER), jnp.asarray(data.table))
+        attend = jax.jit(lambda *a: backend.prefill_attention(*a, tile=tile, **sizes(model)))
+        out: jax.Array = attend(*args, jnp.asarray(positions), *cut, jnp.asarray(rows))
+        return out
+
+    got, want = run(MOSAIC, jnp.bfloat16), run(XLA, jnp.float32)
+    ends = np.cumsum([size for _, size in CHUNKS])
+    errors = [
+        relative_error(got[e - size : e], want[e - size : e])
+        for e, (_, size) in zip(ends, CHUNKS, strict=True)
+    ]
+    assert max(errors) < TOLERANCE, errors
+    assert not np.any(np.asarray(got[tokens:]))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 272])
+def test_write_kv(model: ModelConfig, tokens: int) -> None:
+    rng = np.random.default_rng(2)
+    data = paged(model, [40])
+    k, v = (bf16(rng, tokens, model.num_key_value_heads, model.head_dim) for _ in range(2))
+    slots = rng.permutation(N_PAGES * PAGE_TOKENS)[:tokens]
+    page = np.where(np.arange(tokens) % 5 == 4, -1, slots // PAGE_TOKENS)
+    args = (jnp.int32(LAYER), k, v, jnp.asarray(page, jnp.int32), jnp.asarray(slots % PAGE_TOKENS, jnp.int32))
+    got, want = (
+        jax.jit(lambda pool, *a, b=b: b.write_kv(pool, *a, page_tokens=PAGE_TOKENS), donate_argnums=0)(
+            jnp.asarray(data.pool, jnp.bfloat16), *args
+        )
+        for b in (MOSAIC, XLA)
+    )
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+RANKS: list[dict[str, int]] = [
+    {"q_proj": 8, "v_proj": 8},
+    {"q_proj": 16, "k_proj": 16, "v_proj": 16, "o_proj": 16},
+    {"gate_proj": 5, "up_proj": 5, "down_proj": 5},
+    {"q_proj": 64, "down_proj": 33, "k_proj": 3},
+    dict.fromkeys(MODULES, 24),
+]
+
+
+def random_adapter(model: ModelConfig, ranks: dict[str, int], seed: int) -> LoraAdapter:
+    rng, features = np.random.default_rng(seed), module_features(model)
+    weights = {}
+    for layer in range(model.num_hidden_layers):
+        for module, rank in ranks.items():
+            n_in, n_out = features[module]
+            a, b = (rng.standard_normal(s, np.float32) * 0.05 for s in ((rank, n_in), (n_out, rank)))
+            weights[layer, module] = LoraWeights(a, b, 0.5)
+    return LoraAdapter(
+        path=Path(f"random/{seed}"),
+        base_model=None,
+        rank=max(ranks.values()),
+        target_modules=tuple(ranks),
+        ranks=ranks,
+        weights=weights,
+    )
+
+
+LORA_BATCHES = {  # adapter of each decode row, -1: none; (adapter, tokens) of each prompt
+    "each its own": (list(range(5)) + [-1] * 11, []),
+    "runs": ([-1, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4, 4], []),
+    "one for all": ([4] * 16, []),
+    "decodes and prompts": ([0, 0, 0, 2, 3, 4, -1, 1], [(-1, 17), (0, 3), (1, 64), (2, 65), (3, 130), (4, 23)]),
+    "prompts": ([], [(4, 300), (0, 1), (3, 24), (1, 40)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", LORA_BATCHES)
+def test_lora(model: ModelConfig, batch: str) -> None:
+    layout = PageLayout.for_model(model, PAGE_TOKENS, 1)
+    rng = np.random.default_rng(3)
+    pool = np.full((model.num_hidden_layers, N_PAGES, layout.page_elems), np.nan, np.float32)
+    pool[:, 0] = 0  # what padding reads
+    free, adapters = list(rng.permutation(np.arange(1, N_PAGES))), list[AdapterBlocks]()
+    for seed, ranks in enumerate(RANKS):
+        packed = pack_adapter(random_adapter(model, ranks, seed), layout, jnp.bfloat16)
+        pages = [int(free.pop()) for _ in range(packed.layout.num_pages)]
+        pool[:, pages] = packed.pages.astype(np.float32)
+        adapters.append((np.asarray(pages, np.int32), *packed.layout.tables))
+    decodes, prompts = LORA_BATCHES[batch]
+    rows = ROWS if decodes else 0
+    tokens = rows + (TOKENS if prompts else 0)
+    token_adapter = np.full(tokens, -1, np.int32)
+    token_adapter[: len(decodes)] = decodes
+    at = rows
+    for adapter, size in prompts:
+        token_adapter[at : at + size] = adapter
+        at += size
+    shape = LoraShape(
+        tokens=tokens,
+        decode_rows=rows,
+        prefill_seqs=8,
+        chunks_per_page=layout.chunks_per_page,
+        a_chunks=tuple(layout.a_chunks(m) for m in MODULES),
+        b_chunks=tuple(layout.b_chunks(m) for m in MODULES),
+    )
+
+    for modules in GROUPS:
+        in_dim, outs = layout.in_dims[modules[0]], tuple(layout.out_dims[m] for m in modules)
+        x, y = bf16(rng, tokens, in_dim), bf16(rng, tokens, sum(outs))
+
+        def run(backend: Any, dtype: Any) -> np.ndarray:
+            planner = backend.planner
+            needs = planner.needs(token_adapter, adapters, shape)
+            rung = next(
+                r for r in range(1, 9) if all(a >= b for a, b in zip(planner.sizes(r, shape), needs, strict=True))
+            )
+            built = planner.build(token_adapter, adapters, planner.sizes(rung, shape), shape)
+            work = backend.lora_work(**{n: jnp.asarray(a) for n, a in built.items()})
+            apply = jax.jit(
+                lambda x, y, pool, work: backend.apply_lora(
+                    x,
+                    y,
+                    pool,
+                    jnp.int32(LAYER),
+                    work,
+                    modules=tuple(MODULES.index(m) for m in modules),  # noqa: B023 (called at once)
+                    in_dim=in_dim,  # noqa: B023
+                    out_dims=outs,  # noqa: B023
+                    chunk_width=layout.chunk_width,
+                )
+            )
+            with jax.default_matmul_precision("highest"):
+                return np.asarray(
+                    apply(x.astype(dtype), y.astype(dtype), jnp.asarray(pool, dtype), work), np.float32  # noqa: B023
+                )
+
+        got, want, base = run(MOSAIC, jnp.bfloat16), run(XLA, jnp.float32), np.asarray(y, np.float32)
+        changed = np.any(want != base, axis=1)
+        np.testing.assert_array_equal(got[~changed], base[~changed], err_msg=f"{modules}: rows without adapters")
+        errors = {int(t): relative_error(got[t] - base[t], want[t] - base[t]) for t in np.flatnonzero(changed)}
+        # y is rounded to bf16 with what is added to it.
+        limit = TOLERANCE + 2**-8 * max(np.linalg.norm(base[t]) / np.linalg.norm(want[t] - base[t]) for t in errors) if errors else 1
+        wrong = {t: (int(token_adapter[t]), round(e, 4)) for t, e in errors.items() if not e < limit}
+        assert not wrong, f"{modules}: limit {limit:.4f}, wrong (token: adapter, error): {wrong}"

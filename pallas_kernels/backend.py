@@ -63,7 +63,9 @@ class Backend:
     decode_attention: Callable[..., Any]
     prefill_attention: Callable[..., Any]
     apply_lora: Callable[..., Any]
-    prefill_tile: int  # tokens of one prompt that prefill attention takes together
+    # Tokens of one prompt that prefill attention takes together, from a multiple of row_alignment on.
+    prefill_tile: int
+    row_alignment: int
     # Tokens; up to the last rung attention costs what the page table's width does, beyond it true lengths.
     context_rungs: tuple[int, ...]
     lora_work: type[Any]  # the registered dataclass that apply_lora reads
@@ -105,6 +107,7 @@ XLA = Backend(
     prefill_attention=xla_attention.prefill_attention,
     apply_lora=xla_lora.apply_lora,
     prefill_tile=64,
+    row_alignment=1,
     context_rungs=(xla_attention.BLOCK_TOKENS // 2, xla_attention.BLOCK_TOKENS),
     lora_work=xla_lora.LoraBlocks,
     planner=XlaPlanner(),

@@ -84,6 +84,7 @@ class _Shape(NamedTuple):
     max_pages: int
     n_kv: int
     group: int
+    stride: int  # rows of q from one item's to the next's: TMA fills swizzled memory from one 8-row tile
     e: int
     page_tokens: int
     n_pages: int
@@ -148,6 +149,7 @@ def decode_attention(
         max_pages=page_table.shape[1],
         n_kv=n_kv,
         group=h // n_kv,
+        stride=pl.next_power_of_2(h // n_kv),
         e=e,
         page_tokens=page_tokens,
         n_pages=n_pages,
@@ -161,13 +163,15 @@ def decode_attention(
     )
     plan = plan_decode(kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS)
     rows = pool.reshape(n_layers * n_pages * 2 * n_kv * page_tokens, e)
+    if shape.stride > shape.group:  # as 3 heads: none may lie on both sides of a tile's border
+        q = jnp.pad(q.reshape(s, n_kv, -1, e), ((0, 0), (0, 0), (0, shape.stride - shape.group), (0, 0)))
     out, parts, lse = _attend_kernel(shape, interpret)(
         jnp.asarray(layer, jnp.int32).reshape(1),
         plan.stretch,
         plan.seqs,
         kv_len,
         page_table.reshape(-1),
-        whole_tiles(q.reshape(s * h, e)),
+        whole_tiles(q.reshape(-1, e)),
         rows,
     )
     ref = jax.new_ref(out.reshape(-1))
@@ -233,7 +237,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         seqs: Any,  # i32[b]
         kv_len: Any,  # i32[b]
         table: Any,  # i32[b * m]
-        q: Any,  # bf16[b * h, e]
+        q: Any,  # bf16[b * n_kv * stride, e]
         pool: Any,  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
         out: Any,  # bf16[b * h, e]
         parts: Any,  # bf16[blocks * 2 * 2 * rows, e] what rounding leaves of it comes in a second part
@@ -292,7 +296,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
             def copy_q(seq: Any, head: Any, segment: Any) -> None:
                 slot = lax.rem(segment, stages)
-                source = q.at[pl.ds((seq * z.n_kv + head) * group, z.rows)]
+                source = q.at[pl.ds((seq * z.n_kv + head) * z.stride, z.rows)]
                 plgpu.copy_gmem_to_smem(
                     source, q_s.at[to, slot, pl.ds(0, z.rows)], q_bar.at[to * stages + slot]
                 )

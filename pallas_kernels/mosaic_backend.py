@@ -19,7 +19,7 @@ from slora_jax.pallas_kernels.lora_work import (
 from slora_jax.pallas_kernels.mosaic_attention import decode_attention
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
-from slora_jax.pallas_kernels.mosaic_prefill import prefill_attention
+from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, prefill_attention
 
 
 class MosaicPlanner:
@@ -65,6 +65,7 @@ MOSAIC = Backend(
     prefill_attention=prefill_attention,
     apply_lora=apply_lora,
     prefill_tile=128,
+    row_alignment=ROW_ALIGNMENT,
     context_rungs=(),
     lora_work=LoraWork,
     planner=MosaicPlanner(),

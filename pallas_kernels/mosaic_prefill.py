@@ -26,6 +26,7 @@ from slora_jax.pallas_kernels.mosaic_attention import ROW, TILED, check_attentio
 BLOCK_KV = 128
 STAGES = 2
 ROWS = 64  # query rows of a warpgroup
+ROW_ALIGNMENT = 8  # of the first token of a tile's window
 LOG2E = math.log2(math.e)
 
 
@@ -90,11 +91,13 @@ def prefill_attention(
     """Causal attention of ragged prompt chunks over all that their sequences' pages hold.
 
     q bf16 [t, h, e]; pool bf16 [n_layers, n_pages, page_elems]; page_table int32 [b, m]; positions int32 [t].
-    Tile j holds the tile_len[j] (at most `tile`, 64 or 128) tokens from tile_start[j] on, of sequence row
-    tile_seq[j] (-1: padding), at consecutive positions; tiles follow one another from token 0 on. `tile_row`
-    is not read: outputs are written where their tokens are, and tokens after the last tile give 0. Products
-    of bf16, sums in float32; weights are rounded to bf16 before they meet V. Returns bf16 [t, h, e]. Raises
-    ValueError where the shapes are beyond the kernel's limits.
+    Tile j holds the tile_len[j] tokens from tile_start[j] on, of sequence row tile_seq[j] (-1: padding), at
+    consecutive positions; tiles follow one another from token 0 on. A tile lies within `tile` (64 or 128)
+    tokens from a multiple of `ROW_ALIGNMENT` on: tile_start % 8 + tile_len <= tile, because TMA fills
+    swizzled memory from whole 8-row tiles only. `tile_row` is not read: outputs are written where their
+    tokens are, and tokens after the last tile give 0. Products of bf16, sums in float32; weights are rounded
+    to bf16 before they meet V. Returns bf16 [t, h, e]. Raises ValueError where the shapes are beyond the
+    kernel's limits.
     """
     del tile_row
     t, h, e = q.shape
@@ -190,6 +193,8 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         rank, head_block = lax.div(index, blocks_of_heads), lax.rem(index, blocks_of_heads)
         seq, start, position, length = (tiles[rank * 4 + n] for n in range(4))
         context = position + length
+        before = lax.rem(start, ROW_ALIGNMENT)  # rows of the window that are not the tile's
+        window = pl.multiple_of(start - before, ROW_ALIGNMENT)
         steps = lax.div(context + block_kv - 1, block_kv)
 
         def load(warp: Any) -> None:
@@ -233,11 +238,11 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         def multiply(head: Any, row: Any) -> None:
             """64 rows' attention over the context."""
             my_q = q_s.at[wg]
-            plgpu.copy_gmem_to_smem(q.at[pl.ds(start + row, ROWS), head], my_q, q_bar.at[wg])
+            plgpu.copy_gmem_to_smem(q.at[pl.ds(window + row, ROWS), head], my_q, q_bar.at[wg])
             if z.pingpong:
                 pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
             plgpu.barrier_wait(q_bar.at[wg])
-            first_position = position + row  # of this warpgroup's first row
+            first_position = position - before + row  # of this warpgroup's first row
 
             def mask(score: Any, j: Any) -> Any:
                 column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -338,7 +343,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
                 return acc, weight.astype(bf16), top, total
 
             # Blocks that every row sees whole need no mask; the first was masked above.
-            whole = jnp.clip(lax.div(first_position + 1, block_kv), 1, steps)
+            whole = jnp.clip(lax.div(jnp.maximum(first_position + 1, 0), block_kv), 1, steps)
             carry = (acc, weight, top, total)
             carry = lax.fori_loop(1, whole, functools.partial(step, masked=False), carry)
             carry = lax.fori_loop(whole, steps, functools.partial(step, masked=True), carry)
@@ -358,7 +363,8 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
             plgpu.barrier_arrive(v_free.at[final])
             o_s[wg] = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(bf16)
             plgpu.commit_smem()
-            write(head, start + row, jnp.clip(length - row, 0, ROWS))
+            first, end = (jnp.clip(at - row, 0, ROWS) for at in (before, before + length))
+            write(head, window + row, first, end)
 
         def clear_tail(slot: Any, first: Any) -> None:
             """Zero V from row `first` on: leftovers there may be NaN, which a weight of 0 does not hide."""
@@ -378,11 +384,13 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
                 plgpu.barrier_arrive(clean)
                 plgpu.barrier_wait(clean)
 
-        def write(head: Any, token: Any, rows: Any) -> None:
-            """Rows 0 .. rows of o_s to tokens token .. of out, in powers of two: none goes too far."""
-            size = ROWS
+        def write(head: Any, token: Any, first: Any, end: Any) -> None:
+            """Rows first .. end of o_s to tokens token + first .. of out, in powers of two: none goes too
+            far.
+            """
+            size, rows = ROWS, jnp.maximum(end - first, 0)
             while size:
-                at = rows - lax.rem(rows, 2 * size)
+                at = first + rows - lax.rem(rows, 2 * size)
 
                 @pl.when(lax.rem(lax.div(rows, size), 2) == 1)
                 def _(size: int = size, at: Any = at) -> None:
@@ -400,7 +408,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
 
             def some(n: Any, _: Any) -> None:
                 at = start + n * z.tile + row
-                write(head, at, jnp.clip(z.tokens - at, 0, ROWS))
+                write(head, at, jnp.int32(0), jnp.clip(z.tokens - at, 0, ROWS))
 
             lax.fori_loop(0, lax.div(z.tokens - start + z.tile - 1, z.tile), some, None)
 

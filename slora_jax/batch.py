@@ -150,7 +150,6 @@ class BatchBuilder:
     def __init__(self, layout: PageLayout, backend: Backend, buckets: ShapeBuckets) -> None:
         self._layout, self._backend, self._buckets = layout, backend, buckets
         self._slots = buckets.max_batch_size
-        self._tile = backend.prefill_tile
 
     def build(self, plan: StepPlan) -> tuple[StepShape, np.ndarray]:
         """A plan's shape and packed input i32[packed_size], once `Scheduler.schedule` has committed it."""
@@ -234,14 +233,18 @@ class BatchBuilder:
     def _put_tiles(
         self, view: Mapping[str, np.ndarray], chunk: Chunk, index: int, start: int, tile: int
     ) -> int:
-        count = -(-chunk.count // self._tile)
-        offsets = np.arange(count) * self._tile
-        span = slice(tile, tile + count)
+        """Cut a chunk at its windows' borders, from tile `tile` on; the number of the next one."""
+        size, end = self._backend.prefill_tile, start + chunk.count
+        first, *others = range(start - start % self._backend.row_alignment, end, size)
+        starts = np.array([max(first, start), *others])
+        lengths = np.array([*others, end]) - starts
+        span = slice(tile, tile + len(starts))
         view["tile_seq"][span] = index
-        view["tile_start"][span] = start + offsets
-        view["tile_len"][span] = np.minimum(chunk.count - offsets, self._tile)
-        view["tile_row"][start : start + chunk.count] = tile * self._tile + np.arange(chunk.count)
-        return tile + count
+        view["tile_start"][span] = starts
+        view["tile_len"][span] = lengths
+        nth = np.arange(tile, tile + len(starts))
+        view["tile_row"][start:end] = np.repeat(nth * size - starts, lengths) + np.arange(start, end)
+        return tile + len(starts)
 
     def _put_rows(self, view: Mapping[str, np.ndarray], rows: list[tuple[int, Chunk]]) -> None:
         """How each row that samples is drawn, and which slots' token counts begin anew."""
@@ -380,7 +383,7 @@ class ShapeBuckets:
             decode_rows=rows,
             prefill_tokens=tokens,
             prefill_seqs=seqs,
-            tiles=tokens // self.backend.prefill_tile + seqs,
+            tiles=(tokens + seqs * (self.backend.row_alignment - 1)) // self.backend.prefill_tile + seqs,
             pages=_rung(self.pages, pages),
             bias=_rung(self.bias, bias),
             lora=(),

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from slora_jax.pallas_kernels import mosaic_kv
 from slora_jax.pallas_kernels.mosaic_attention import decode_attention, plan_decode, unsupported
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
-from slora_jax.pallas_kernels.mosaic_prefill import plan_prefill, prefill_attention
+from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, plan_prefill, prefill_attention
 
 # Rows of a tile beyond the group are whatever lay in shared memory.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
@@ -176,8 +176,9 @@ def test_prefill(
     data = paged(rng, [before + size for before, size in chunks], n_kv, e, page_tokens)
     tiles, positions, rows = [(-1, 0, 0)], list[int](), list[int]()
     for row, (before, size) in enumerate(chunks):
-        starts = range(0, size, tile)
-        tiles += [(row, len(positions) + at, min(tile, size - at)) for at in starts]
+        first, end = len(positions), len(positions) + size
+        starts = [first, *range(first - first % ROW_ALIGNMENT + tile, end, tile)]
+        tiles += [(row, a, b - a) for a, b in zip(starts, [*starts[1:], end], strict=True)]
         positions += range(before, before + size)
         rows += [row] * size
     live = len(positions)

@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's words."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's words; and the like to pin and unpin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from slora_jax.errors import AdapterExistsError, UnknownAdapterError
 from slora_jax.server.context import ServerContext, read_body
 from slora_jax.server.errors import ApiError, bad_request
-from slora_jax.server.schemas import LoadLoraRequest, UnloadLoraRequest
+from slora_jax.server.schemas import LoadLoraRequest, PinLoraRequest, UnloadLoraRequest
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,39 @@ async def unload_lora_adapter(request: Request) -> Response:
     try:
         await context.engine.unload_adapter(body.lora_name)
     except UnknownAdapterError as error:
-        message = f"The lora adapter '{body.lora_name}' cannot be found."
-        raise ApiError(404, "NotFoundError", message, "lora_name") from error
+        raise _not_found(body.lora_name) from error
     logger.info("unloaded adapter '%s'", body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def pin_lora_adapter(request: Request) -> Response:
+    """Keep an adapter in the pool from its next use on."""
+    return await _set_pinned(request, True)
+
+
+async def unpin_lora_adapter(request: Request) -> Response:
+    """Let an adapter give way when nobody uses it."""
+    return await _set_pinned(request, False)
+
+
+async def _set_pinned(request: Request, pinned: bool) -> Response:
+    context = ServerContext.of(request)
+    name = (await read_body(request, PinLoraRequest)).lora_name
+    if not name:
+        raise ApiError(400, "InvalidUserInput", "'lora_name' needs to be provided.", "lora_name")
+    try:
+        await context.engine.pin_adapter(name, pinned)
+    except UnknownAdapterError as error:
+        raise _not_found(name) from error
+    except ValueError as error:  # too many pages would be pinned
+        raise bad_request(str(error), "lora_name") from error
+    done = "pinned" if pinned else "unpinned"
+    logger.info("%s adapter '%s'", done, name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
+
+
+def _not_found(name: str) -> ApiError:
+    return ApiError(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.", "lora_name")
 
 
 def _already_loaded(name: str) -> ApiError:

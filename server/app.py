@@ -20,7 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slora_jax.outputs import AdapterInfo
 from slora_jax.server import errors
-from slora_jax.server.admin import load_lora_adapter, unload_lora_adapter
+from slora_jax.server.admin import (
+    load_lora_adapter,
+    pin_lora_adapter,
+    unload_lora_adapter,
+    unpin_lora_adapter,
+)
 from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.chat import chat_completions
 from slora_jax.server.completions import completions
@@ -92,6 +97,8 @@ def _routes(config: ServerConfig) -> list[BaseRoute]:
         routes += [
             Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"], middleware=admin),
             Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"], middleware=admin),
+            Route("/v1/pin_lora_adapter", pin_lora_adapter, methods=["POST"], middleware=admin),
+            Route("/v1/unpin_lora_adapter", unpin_lora_adapter, methods=["POST"], middleware=admin),
         ]
     return routes
 

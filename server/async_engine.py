@@ -86,6 +86,8 @@ class EngineLike(Protocol):
     def load_adapter(self, name: str, path: Any, *, replace: bool = False) -> AdapterInfo: ...
     def prepare_adapter(self, path: Any) -> Any: ...
     def unload_adapter(self, name: str) -> None: ...
+    def pin_adapter(self, name: str) -> AdapterInfo: ...
+    def unpin_adapter(self, name: str) -> AdapterInfo: ...
     def adapters(self) -> list[AdapterInfo]: ...
     def stats(self) -> EngineStats: ...
 
@@ -281,6 +283,17 @@ class AsyncEngine:
             self._publish(adapters=True)
 
         await self._call(unregister)
+
+    async def pin_adapter(self, name: str, pinned: bool) -> None:
+        """Keep an adapter in the pool from its next use on, or no longer. Raises UnknownAdapterError, or
+        ValueError where that leaves requests no room.
+        """
+
+        def pin() -> None:
+            (self._engine.pin_adapter if pinned else self._engine.unpin_adapter)(name)
+            self._publish(adapters=True)
+
+        await self._call(pin)
 
     async def adapters(self) -> list[AdapterInfo]:
         """Adapters as they are now (`known_adapters` needs no wait, and its `state` and `running` are

@@ -17,7 +17,7 @@ class ServerConfig:
 
     served_model_name: str | None = None  # of the base in `model`; None: the engine's model_name
     api_key: str | None = None  # of /v1/*, /tokenize, /detokenize; None: open
-    admin_routes: bool = True  # /v1/load_lora_adapter and /v1/unload_lora_adapter exist at all
+    admin_routes: bool = True  # /v1/(un)load_lora_adapter and /v1/(un)pin_lora_adapter exist at all
     admin_api_key: str | None = None  # of the admin routes
     adapter_root: str | os.PathLike[str] | None = None  # adapters must lie in it; relative paths start there
     max_body_bytes: int = 16 << 20

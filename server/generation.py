@@ -26,7 +26,7 @@ from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.async_engine import EventStream, GenerateRequest
 from slora_jax.server.context import ServerContext
 from slora_jax.server.errors import ApiError, as_api_error, bad_request
-from slora_jax.server.schemas import SamplingBody, Usage
+from slora_jax.server.schemas import PromptTokensDetails, SamplingBody, Usage
 
 
 @dataclasses.dataclass
@@ -83,9 +83,16 @@ class Job:
     params: SamplingParams
     stream: EventStream
     num_output_tokens: int = 0
+    cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)  # by request id
 
     def choice(self, event: StreamEvent) -> int:
         return int(event.request_id.rpartition("-")[2]) * self.params.n + event.index
+
+    def count(self, event: StreamEvent) -> None:
+        """Enter an event into the usage."""
+        self.num_output_tokens += len(event.token_ids)
+        if event.metrics is not None:
+            self.cached_tokens[event.request_id] = event.metrics.num_cached_tokens or 0
 
     def usage(self) -> Usage:
         prompt = sum(len(request.prompt) for request in self.requests)
@@ -93,6 +100,7 @@ class Job:
             prompt_tokens=prompt,
             completion_tokens=self.num_output_tokens,
             total_tokens=prompt + self.num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached_tokens.values())),
         )
 
 
@@ -144,7 +152,7 @@ async def _collect(job: Job, form: Form) -> BaseModel:
         if error := failure(event):
             raise error
         choices[job.choice(event)].extend(event, job.params)
-        job.num_output_tokens += len(event.token_ids)
+        job.count(event)
     return form.whole(choices, job.usage())
 
 
@@ -161,7 +169,7 @@ async def _sse(job: Job, form: Form, include_usage: bool, context: ServerContext
         async for event in job.stream:
             if error := failure(event):
                 raise error
-            job.num_output_tokens += len(event.token_ids)
+            job.count(event)
             if not (event.text or event.logprobs or event.finish_reason):
                 continue  # half a character, or what may become a stop string
             choice = job.choice(event)

@@ -122,7 +122,11 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("vllm:num_requests_running", "Requests in the batch", stats.num_running),
             ("vllm:num_requests_waiting", "Requests that wait to be scheduled", stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of the page pool that holds KV, 0 to 1", usage),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of the page pool that running requests' KV takes, 0 to 1",
+                usage,
+            ),
             ("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc", usage),
         ):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
@@ -136,6 +140,10 @@ class _EngineCollector(Collector):
             ("vllm:num_preemptions", "Requests whose pages were taken back", stats.preemptions),
             ("slora:adapter_loads", "Copies of an adapter into the pool", stats.adapter_loads),
             ("slora:adapter_evictions", "Idle adapters whose pages were taken", stats.adapter_evictions),
+            ("slora:prefix_page_evictions", "Cached pages that gave way", stats.prefix_evictions),
+            ("slora:prefix_lookups", "Sequences that looked for a cached prefix", stats.prefix_lookups),
+            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_query_tokens),
+            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", stats.prefix_hit_tokens),
             ("slora:engine_steps", "Engine steps", stats.steps),
         ):
             family = CounterMetricFamily(name, text, labels=["model_name"])
@@ -145,7 +153,12 @@ class _EngineCollector(Collector):
 
 def _pool(stats: EngineStats) -> Iterable[Metric]:
     pages = GaugeMetricFamily("slora:pages", "Pages of the pool by what they hold", labels=["kind"])
-    for kind, count in (("kv", stats.pages_kv), ("adapter", stats.pages_adapter), ("free", stats.pages_free)):
+    for kind, count in (
+        ("kv", stats.pages_kv),
+        ("prefix", stats.pages_cached),
+        ("adapter", stats.pages_adapter),
+        ("free", stats.pages_free),
+    ):
         pages.add_metric([kind], count)
     yield pages
     adapters = GaugeMetricFamily("slora:adapters", "Adapters by where they are", labels=["state"])

@@ -246,6 +246,12 @@ class UnloadLoraRequest(RequestBody):
     lora_name: StrictStr = ""
 
 
+class PinLoraRequest(RequestBody):
+    """POST /v1/pin_lora_adapter and /v1/unpin_lora_adapter."""
+
+    lora_name: StrictStr = ""
+
+
 class TokenizeRequest(RequestBody):
     """POST /tokenize, of a prompt or of chat messages."""
 
@@ -270,12 +276,19 @@ class DetokenizeRequest(RequestBody):
     tokens: list[Annotated[StrictInt, Field(ge=0)]]
 
 
+class PromptTokensDetails(BaseModel):
+    """`cached_tokens`: tokens of prompts that were found in the prefix cache."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts of a request; a prompt counts once whatever `n`."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(BaseModel):

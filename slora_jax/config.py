@@ -182,6 +182,12 @@ class EngineConfig:
         None, "bytes of the pool; None: what memory_fraction of the device leaves"
     )
     memory_fraction: float = _option(0.85, "share of an accelerator's memory for weights and pool")
+    enable_prefix_caching: bool = _option(
+        True, "keep the KV of ended requests while memory allows, for prompts that begin alike"
+    )
+    pinned_adapters: tuple[str, ...] = _option(
+        (), "adapter that stays in the pool once it is there; may be given again"
+    )
     max_lora_rank: int = _option(256, "highest rank that an adapter may have")
     tensor_parallel_size: int = _option(1, "devices that share the model")
     kernel_backend: KernelBackend = _option(

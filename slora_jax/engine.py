@@ -28,7 +28,10 @@ from slora_jax.lora.peft import read_adapter
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.layout import PageLayout
 from slora_jax.memory.page_pool import PagePool
+from slora_jax.memory.prefix_cache import PrefixCache
+from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.memory.sizing import PoolSize, size_pool
+from slora_jax.models.rope import Rope
 from slora_jax.outputs import (
     AdapterInfo,
     EngineStats,
@@ -74,7 +77,15 @@ class Engine:
         size: PoolSize = size_pool(model_config, config, self._layout, mesh)
         self.max_model_len = size.max_model_len
         self._pool = PagePool(size.num_pages)
-        self._adapters = AdapterStore(self._pool)
+        self._reclaim = Reclaimer(self._pool)
+        self._prefixes = PrefixCache(
+            self._pool,
+            self._reclaim,
+            config.page_tokens,
+            enabled=config.enable_prefix_caching,
+            max_prompt_tokens=Rope.from_config(model_config).length_independent_up_to,
+        )
+        self._adapters = AdapterStore(self._pool, self._reclaim, on_freed=self._prefixes.drop)
         self._runner = ModelRunner(
             model_config, config, mesh, self._layout, size.num_pages, size.max_model_len, params
         )
@@ -87,7 +98,9 @@ class Engine:
             max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
             page_tokens=config.page_tokens,
         )
-        self._scheduler = Scheduler(limits, self._pool, self._adapters, self._write_adapter)
+        self._scheduler = Scheduler(
+            limits, self._reclaim, self._adapters, self._prefixes, self._write_adapter
+        )
         eos = {*model_config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}
         self._requests: dict[str, Request] = {}
         self._intake = RequestIntake(
@@ -110,6 +123,7 @@ class Engine:
             ("steps", "prompt_tokens", "output_tokens", "finished", "aborted", "failed"), 0
         )
         self._last_step = (0.0, 0)
+        self._last_plan = StepPlan([], [])
 
     @classmethod
     def from_pretrained(
@@ -154,6 +168,8 @@ class Engine:
             engine.load_adapter(name, path)
             if progress is not None:
                 progress("loading adapters", done, len(adapters or {}))
+        for name in config.pinned_adapters:
+            engine.pin_adapter(name)
         if config.warmup:
             engine.warmup(progress)
         return engine
@@ -263,9 +279,30 @@ class Engine:
                 f"adapter '{name}' needs {need} pages, the pool has {self._pool.num_usable}: "
                 "raise num_pages or pool_bytes"
             )
+        old = self._adapters.find(name) if replace else None
+        if old is not None and old.pinned:
+            self._check_pinned(self._adapters.pinned_pages(beside=old) + need, f"adapter '{name}' is pinned")
         return self._adapters.info(
             self._adapters.register(name, prepared.path, prepared.packed, replace=replace)
         )
+
+    def pin_adapter(self, name: str) -> AdapterInfo:
+        """Keep an adapter's pages in the pool from its next use on, until it is unpinned or unloaded.
+
+        What is loaded under the name later stays pinned. Raises UnknownAdapterError, or ValueError where
+        requests under way would not fit beside what is pinned.
+        """
+        adapter = self._adapters.get(name)
+        pages = self._adapters.pinned_pages(beside=adapter) + adapter.num_pages
+        self._check_pinned(pages, f"adapter '{name}' cannot be pinned", adapter)
+        self._adapters.set_pinned(adapter, True)
+        return self._adapters.info(adapter)
+
+    def unpin_adapter(self, name: str) -> AdapterInfo:
+        """Let an adapter's pages go to others when nobody uses it. Raises UnknownAdapterError."""
+        adapter = self._adapters.get(name)
+        self._adapters.set_pinned(adapter, False)
+        return self._adapters.info(adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Forget a name at once; memory is freed when the requests that use it have ended."""
@@ -285,13 +322,18 @@ class Engine:
             num_running=len(running),
             num_waiting=len(waiting),
             pages_total=self._pool.num_usable,
-            pages_kv=self._pool.count("kv"),
+            pages_kv=self._pool.count("kv") - self._prefixes.idle_pages,
+            pages_cached=self._prefixes.idle_pages,
             pages_adapter=self._pool.count("adapter"),
             pages_free=self._pool.num_free,
             adapters_registered=len(self._adapters),
             adapters_resident=len(self._adapters.resident),
             adapter_loads=self._adapters.loads,
-            adapter_evictions=self._adapters.evictions,
+            adapter_evictions=self._reclaim.evictions["adapter"],
+            prefix_lookups=self._prefixes.lookups,
+            prefix_query_tokens=self._prefixes.query_tokens,
+            prefix_hit_tokens=self._prefixes.hit_tokens,
+            prefix_evictions=self._reclaim.evictions["prefix"],
             running_adapters=tuple(sorted({s.adapter.name for s in running if s.adapter is not None})),
             waiting_adapters=tuple(sorted({s.adapter.name for s in waiting if s.adapter is not None})),
             steps=counts["steps"],
@@ -308,6 +350,10 @@ class Engine:
     def warmup(self, progress: Progress | None = None) -> None:
         """Compile the shapes of usual steps now; the others compile when first met."""
         self._runner.warmup(self._runner.buckets.usual(), progress)
+
+    def reset_prefix_cache(self) -> None:
+        """Free every cached page that no running sequence holds."""
+        self._prefixes.clear()
 
     def check_integrity(self) -> None:
         """Prove that pages, slots, pins and requests add up; raises AssertionError saying what does not."""
@@ -405,9 +451,31 @@ class Engine:
 
     def _write_adapter(self, adapter: Adapter) -> None:
         assert adapter.packed is not None and adapter.pages is not None
+        started = time.perf_counter()
         self._runner.write_adapter(adapter.packed.pages, adapter.pages)
+        self._reclaim.costs.measured("adapter", len(adapter.pages), time.perf_counter() - started)
+
+    def _check_pinned(self, pages: int, what: str, adapter: Adapter | None = None) -> None:
+        """Raise ValueError where a request under way would not fit beside so many pinned pages (in which
+        `adapter` is counted).
+        """
+        usable = self._pool.num_usable
+        for request in self._requests.values():
+            own = request.adapter
+            need = pages + max(self._scheduler.pages_for(s.max_len) for s in request.sequences)
+            if own is not None and own is not adapter and not own.pinned:
+                need += own.num_pages
+            if need > usable:
+                raise ValueError(
+                    f"{what}: request '{request.request_id}' needs up to {need} pages with {pages} of pinned "
+                    f"adapters, the pool has {usable}: wait for its end, unpin others or raise num_pages"
+                )
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
+        last, self._last_plan = self._last_plan, plan
+        prefilled = sum(c.count for c in last.prefills)
+        if 2 * prefilled >= last.num_tokens:  # this call waited for it
+            self._reclaim.costs.measured("prefix", prefilled / self.config.page_tokens, seconds)
         self._counters["steps"] += 1
         self._counters["prompt_tokens"] += sum(
             max(0, min(c.start + c.count, c.sequence.prompt_len) - c.start) for c in plan

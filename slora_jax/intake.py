@@ -144,8 +144,13 @@ class RequestIntake:
         limits = self._limits
         if params.max_tokens is not None:
             return min(len(tokens) + params.max_tokens, limits.max_model_len)
-        room = limits.usable_pages - (0 if adapter is None else adapter.num_pages)
+        room = limits.usable_pages - self._adapter_pages(adapter)
         return min(room * limits.page_tokens, limits.max_model_len)
+
+    def _adapter_pages(self, adapter: Adapter | None) -> int:
+        """Pages that a request's own adapter takes, and those that are pinned."""
+        own = 0 if adapter is None else adapter.num_pages
+        return own + self._adapters.pinned_pages(beside=adapter)
 
     def _check(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> None:
         limits = self._limits
@@ -170,11 +175,13 @@ class RequestIntake:
             )
         length = max(self._length(tokens, params, adapter), len(tokens) + 1)
         need = -(-length // limits.page_tokens) + (adapter.num_pages if adapter is not None else 0)
-        if need > limits.usable_pages:
+        pinned = self._adapters.pinned_pages(beside=adapter)
+        if need > limits.usable_pages - pinned:
             raise ValueError(
                 f"the request needs up to {need} pages ({length} tokens"
                 f"{'' if adapter is None else f' and adapter {adapter.name!r}'}), the pool has "
-                f"{limits.usable_pages}: shorten the prompt, lower max_tokens or raise num_pages"
+                f"{limits.usable_pages}{f' less {pinned} of pinned adapters' if pinned else ''}: shorten the "
+                "prompt, lower max_tokens or raise num_pages"
             )
 
 

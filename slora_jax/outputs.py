@@ -34,6 +34,7 @@ class RequestMetrics:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int | None = None  # of the prompt: found in the prefix cache by its first sequence
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -123,6 +124,7 @@ class AdapterInfo:
     pages: int  # pages it takes (or would take) in the pool
     host_bytes: int
     running: int  # requests that hold a reference
+    pinned: bool = False  # stays resident, once it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +134,18 @@ class EngineStats:
     num_running: int
     num_waiting: int
     pages_total: int  # without the reserved null page
-    pages_kv: int
+    pages_kv: int  # of running sequences
+    pages_cached: int  # cached prefixes that no running sequence holds
     pages_adapter: int
     pages_free: int
     adapters_registered: int
     adapters_resident: int
     adapter_loads: int  # counter: copies into the pool
     adapter_evictions: int  # counter
+    prefix_lookups: int  # counter: sequences let in that looked for a cached prefix
+    prefix_query_tokens: int  # counter: tokens of these
+    prefix_hit_tokens: int  # counter: tokens that these found
+    prefix_evictions: int  # counter: cached pages that gave way
     running_adapters: tuple[str, ...]
     waiting_adapters: tuple[str, ...]
     steps: int  # counter

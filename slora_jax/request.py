@@ -9,6 +9,7 @@ import numpy as np
 
 from slora_jax.checks import as_list
 from slora_jax.lora.store import Adapter
+from slora_jax.memory.prefix_cache import CachedPage
 from slora_jax.outputs import FinishReason, RequestMetrics
 from slora_jax.sampling_params import SamplingParams
 
@@ -44,7 +45,9 @@ class Sequence:
 
     `tokens` are the known ones, prompt first. `pending` counts sampled tokens still on the device (at most
     two: the host runs one step ahead); the next token to compute may be one of them. `num_computed` tokens
-    have their KV in `pages`. The scheduler owns `slot`, `pages`, `num_computed` and `pending`.
+    have their KV in `pages`; it began with `num_cached` that others had computed. The first pages are
+    `cached`: shared, and never written again (PrefixCache's `record` replaces a page by an equal one that
+    another sequence entered first). The scheduler owns `slot`, `pages`, `num_computed` and `pending`.
     """
 
     request: Request
@@ -57,7 +60,10 @@ class Sequence:
     detokenizer: IncrementalDetokenizer | None
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
+    cached: list[CachedPage] = dataclasses.field(default_factory=list)
+    page_keys: list[bytes] = dataclasses.field(default_factory=list)  # of PrefixCache
     num_computed: int = 0
+    num_cached: int = 0
     pending: int = 0
     finish_reason: FinishReason | None = None
 

@@ -27,6 +27,8 @@ from slora_jax.models.params import checkpoint_specs
 from slora_jax.models.rope import Rope
 from slora_jax.pallas_kernels.backend import select_backend
 from slora_jax.programs import Program, ProgramBuilder
+from slora_jax.request import Sequence
+from slora_jax.sampling import update_token_counts
 from slora_jax.scheduler import Chunk, StepPlan
 from slora_jax.sharding.rules import named_sharding, partition_spec
 from slora_jax.step import POOL_SPEC, REPEATED, SlotState, StepConfig, StepOutput
@@ -35,6 +37,7 @@ from slora_jax.weights import Progress
 logger = logging.getLogger(__name__)
 
 LOAD_PAGES = 8  # pages of an adapter in one write
+COUNT_TOKENS = 1024  # cached tokens that are entered into a slot's counts at once
 _BUCKET_RATIO = 4
 
 
@@ -99,10 +102,17 @@ class ModelRunner:
         self._batches = BatchBuilder(layout, self.backend, self.buckets)
         self._programs: dict[StepShape, Program] = {}
         self._write_pages = _page_writer(mesh)
+        self._count_tokens = jax.jit(
+            update_token_counts, donate_argnums=0, out_shardings=NamedSharding(mesh, REPEATED)
+        )
         self.compilations = 0
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Enqueue a plan that the scheduler has committed; compiles its shape first where that is new."""
+        for chunk in plan:
+            sequence = chunk.sequence
+            if 0 < chunk.start == sequence.num_cached and sequence.request.params.has_penalties:
+                self._count_cached_tokens(sequence)
         shape, words = self._batches.build(plan)
         packed = jax.device_put(words, self._sharding())
         self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
@@ -122,6 +132,19 @@ class ModelRunner:
             padding = ((0, 0), (0, LOAD_PAGES - piece.shape[1]), (0, 0))
             block = jax.device_put(np.pad(piece, padding), sharding)
             self._pool = self._write_pages(self._pool, jax.device_put(index, self._sharding()), block)
+
+    def _count_cached_tokens(self, sequence: Sequence) -> None:
+        """Begin a slot's token counts with the tokens of a cached prefix, which no step computes for it."""
+        none = self._slots.token_counts.shape[0]
+        for start in range(0, sequence.num_cached, COUNT_TOKENS):
+            n = min(COUNT_TOKENS, sequence.num_cached - start)
+            slot, token = np.full(COUNT_TOKENS, none, np.int32), np.zeros(COUNT_TOKENS, np.int32)
+            slot[:n], token[:n] = sequence.slot, sequence.tokens[start : start + n]
+            is_prompt = np.arange(start, start + COUNT_TOKENS) < sequence.prompt_len
+            reset = np.array([none if start else sequence.slot], np.int32)
+            arrays = jax.device_put((slot, token, is_prompt, reset), self._sharding())
+            counts = self._count_tokens(self._slots.token_counts, *arrays)
+            self._slots = dataclasses.replace(self._slots, token_counts=counts)
 
     def program(self, shape: StepShape) -> Program:
         """The compiled step of a shape."""

@@ -61,6 +61,11 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", bias)
         self._check_ranges()
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change what is drawn."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
     def _check_ranges(self) -> None:
         for name, ok, want in (
             ("n", self.n >= 1, "at least 1"),

@@ -1,10 +1,11 @@
 """Who runs in the next step: continuous batching with ragged chunked prefill, over one budget of pages.
 
-First come, first served. A step takes every running sequence's decode, then prefill chunks of running
-sequences, then admits waiting ones, within `max_step_tokens`. When pages run out, idle adapters give way
-first, then the youngest running sequence is preempted: it gives its pages back and recomputes later. The
-oldest sequence can always take what it needs (admission checks that one request fits the pool), so something
-always moves.
+First come, first served. A sequence begins behind the longest cached prefix of its tokens. A step takes every
+running sequence's decode, then prefill chunks of running sequences, then admits waiting ones, within
+`max_step_tokens`. When pages run out, idle adapters and cached prefixes give way first (`memory/reclaim.py`),
+then the youngest running sequence is preempted: it gives its pages back and recomputes later. The oldest
+sequence can always take what it needs (admission checks that one request fits the pool), so something always
+moves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from slora_jax.lora.store import Adapter, AdapterStore
-from slora_jax.memory.page_pool import PagePool
+from slora_jax.memory.prefix_cache import PrefixCache
+from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.request import Sequence
 
 
@@ -63,11 +65,16 @@ class Scheduler:
     """Owns the queue, the slots and sequences' pages. `load(adapter)` must write a newly resident adapter."""
 
     def __init__(
-        self, limits: SchedulerLimits, pool: PagePool, adapters: AdapterStore, load: Callable[[Adapter], None]
+        self,
+        limits: SchedulerLimits,
+        reclaim: Reclaimer,
+        adapters: AdapterStore,
+        prefixes: PrefixCache,
+        load: Callable[[Adapter], None],
     ) -> None:
         self._limits = limits
-        self._pool = pool
-        self._adapters = adapters
+        self._pool, self._reclaim = reclaim.pool, reclaim
+        self._adapters, self._prefixes = adapters, prefixes
         self._load = load
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # oldest first
@@ -84,6 +91,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step; advances `num_computed` and `pending` of what it takes. Empty: nothing can run."""
         plan = StepPlan([], [])
+        for sequence in self.running:  # what they have computed was launched since
+            self._prefixes.record(sequence)
         for sequence in list(self.running):  # decodes first: a long prompt never stalls them
             if sequence.slot is not None and sequence.remaining == 1 and not sequence.complete:
                 self._take(plan, sequence)
@@ -99,18 +108,22 @@ class Scheduler:
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
+            self._prefixes.record(sequence)
             self._stop_running(sequence)
 
     def preempt_all(self) -> None:
-        """Send every running sequence back to the queue, in order, to be computed anew."""
+        """Send every running sequence back to the queue, in order, to be computed anew, all of it."""
         while self.running:
             self._preempt(StepPlan([], []), self.running[-1])
+        self._prefixes.clear()
 
     def check_integrity(self) -> None:
         """Pages, slots and pins add up; raises AssertionError saying what does not."""
         self._pool.check_integrity(
-            [s.pages for s in self.running], [a.pages for a in self._adapters if a.pages is not None]
+            [*(s.pages for s in self.running), self._prefixes.pages()],
+            [a.pages for a in self._adapters if a.pages is not None],
         )
+        self._prefixes.check_integrity(self.running)
         slots = [s.slot for s in self.running if s.slot is not None]
         assert sorted([*slots, *self._slots]) == list(range(self._limits.max_batch_size)), f"slots {slots}"
         assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds pages"
@@ -120,6 +133,11 @@ class Scheduler:
             assert not adapter.pins or adapter.pages is not None, (
                 f"adapter '{adapter.name}' runs without pages"
             )
+            idle = adapter.pages is not None and not adapter.pins and not adapter.pinned
+            assert self._adapters.is_idle(adapter) == idle, f"adapter '{adapter.name}' is misplaced"
+        assert self._adapters.idle_pages == sum(
+            a.num_pages for a in self._adapters if self._adapters.is_idle(a)
+        ), f"{self._adapters.idle_pages} pages of idle adapters"
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
 
@@ -144,7 +162,7 @@ class Scheduler:
     def _ensure_pages(self, plan: StepPlan, sequence: Sequence, tokens: int) -> bool:
         """Grow a running sequence to `tokens`; preempts younger sequences, at last itself (then False)."""
         need = self.pages_for(tokens) - len(sequence.pages)
-        while need > 0 and not self._adapters.make_room(need):
+        while need > 0 and not self._reclaim.make_room(need):
             victim = self.running[-1]
             self._preempt(plan, victim)
             if victim is sequence:
@@ -169,8 +187,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = None
-        self._pool.release(sequence.pages)
-        sequence.pages = []
+        self._prefixes.release(sequence)
         if sequence.adapter is not None:
             self._adapters.unpin(sequence.adapter)
 
@@ -186,13 +203,28 @@ class Scheduler:
         # All of its prompt, beside what running ones lack of theirs and a page for their next tokens: a
         # sequence that is let in for less is preempted before it samples, and computes its prompt in vain.
         lacking = sum(max(1, self.pages_for(s.num_tokens) - len(s.pages)) for s in self.running)
-        need = self.pages_for(sequence.remaining) + lacking + (absent.num_pages if absent else 0)
-        if self.running and not self._adapters.can_make_room(need, keep=adapter):
+        prefix = self._prefixes.match(sequence)
+        need = self.pages_for(sequence.num_tokens) - len(prefix) + lacking
+        need += absent.num_pages if absent is not None else 0
+        keep = sum(not node.users for node in prefix)
+        if adapter is not None and self._adapters.is_idle(adapter):
+            keep += adapter.num_pages
+        if self.running and not self._reclaim.can_make_room(need, keep):
             return False
+        self._reclaim.admitted()
+        self._prefixes.take(sequence, prefix)
         if absent is not None:
-            self._adapters.make_resident(absent, self._load)
+            try:
+                self._adapters.make_resident(absent, self._load)
+            except BaseException:
+                self._prefixes.release(sequence)
+                sequence.num_computed = 0
+                raise
         if adapter is not None:
             self._adapters.pin(adapter)
+        metrics = sequence.request.metrics
+        if metrics.num_cached_tokens is None:
+            metrics.num_cached_tokens = sequence.num_cached
         self.waiting.popleft()
         sequence.slot = self._slots.pop()
         self.running.append(sequence)

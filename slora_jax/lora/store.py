@@ -2,21 +2,23 @@
 
 An adapter is *registered* (host copy only), *resident* (pages in the pool) or *draining* (unloaded by name
 while requests still use it). `users` counts requests that may yet need it and keep its host copy alive;
-`pins` counts running sequences that need its pages where they are. A resident adapter without pins is
-evictable, least recently used first. Every load gets a new generation: requests hold the `Adapter` itself,
-never its name, so a reload under the same name never meets its predecessor's requests.
+`pins` counts running sequences that need its pages where they are. A resident adapter without pins is idle,
+and the Reclaimer may evict it unless its name is `pinned`. Every load gets a new generation: requests hold
+the `Adapter` itself, never its name, so a reload under the same name never meets its predecessor's requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
 from slora_jax.errors import AdapterExistsError, UnknownAdapterError
 from slora_jax.lora.packing import PackedAdapter
 from slora_jax.memory.page_pool import PagePool
+from slora_jax.memory.reclaim import HolderKind, IdleHeap, Reclaimer
 from slora_jax.outputs import AdapterInfo
 
 
@@ -31,7 +33,9 @@ class Adapter:
     pages: list[int] | None = None  # in the pool, while resident
     users: int = 0
     pins: int = 0
+    pinned: bool = False  # by name: stays resident, once it is, until unpinned or unloaded
     unloaded: bool = False
+    usage: float = -math.inf  # of Reclaimer
 
     @property
     def num_pages(self) -> int:
@@ -40,16 +44,25 @@ class Adapter:
 
 
 class AdapterStore:
-    """Adapters by name, and the pages of those that are resident. Host state only."""
+    """Adapters by name, and the pages of those that are resident. Host state only.
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
+    `on_freed(generation)` is told of each generation that nobody can use again.
+    """
+
+    kind: HolderKind = "adapter"
+
+    def __init__(
+        self, pool: PagePool, reclaim: Reclaimer, on_freed: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._pool, self._reclaim, self._on_freed = pool, reclaim, on_freed
         self._by_name: dict[str, Adapter] = {}
         self._draining: list[Adapter] = []
-        self._resident: dict[int, Adapter] = {}  # by generation, least recently used first
+        self._resident: dict[int, Adapter] = {}  # by generation
+        self._idle: IdleHeap[Adapter] = IdleHeap()
+        self._idle_pages = 0
         self._generations = itertools.count(1)
         self.loads = 0
-        self.evictions = 0
+        reclaim.add(self)
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -67,15 +80,23 @@ class AdapterStore:
             known = ", ".join(sorted(self._by_name)[:8]) or "none"
             raise UnknownAdapterError(f"adapter '{name}' is not registered (registered: {known})") from None
 
+    def find(self, name: str) -> Adapter | None:
+        """The current generation of a name, if there is one."""
+        return self._by_name.get(name)
+
     def register(self, name: str, path: str, packed: PackedAdapter, *, replace: bool = False) -> Adapter:
-        """Register under a name; with `replace`, requests under way finish on the generation they hold."""
-        if name in self._by_name:
+        """Register under a name; with `replace`, requests under way finish on the generation they hold, and a
+        pinned name stays pinned.
+        """
+        old = self.find(name)
+        pinned = old is not None and old.pinned
+        if old is not None:
             if not replace:
                 raise AdapterExistsError(
                     f"adapter '{name}' is already loaded; unload it first or load in place"
                 )
             self.unregister(name)
-        adapter = Adapter(name, path, next(self._generations), packed)
+        adapter = Adapter(name, path, next(self._generations), packed, pinned=pinned)
         self._by_name[name] = adapter
         return adapter
 
@@ -84,6 +105,7 @@ class AdapterStore:
         adapter = self.get(name)
         del self._by_name[name]
         adapter.unloaded = True
+        self.set_pinned(adapter, False)
         self._draining.append(adapter)
         self._free_if_drained(adapter)
 
@@ -103,54 +125,64 @@ class AdapterStore:
         """A sequence starts to run on its pages (it must be resident)."""
         assert adapter.pages is not None
         adapter.pins += 1
-        self._resident[adapter.generation] = self._resident.pop(adapter.generation)
+        self._reclaim.used(adapter)
+        self._set_idle(adapter)
 
     def unpin(self, adapter: Adapter) -> None:
         assert adapter.pins > 0
         adapter.pins -= 1
+        self._reclaim.kept(adapter)
+        self._set_idle(adapter)
         self._free_if_drained(adapter)
+
+    def set_pinned(self, adapter: Adapter, pinned: bool) -> None:
+        """Whether it stays resident, once it is, while nobody uses it."""
+        adapter.pinned = pinned
+        self._set_idle(adapter)
+
+    def pinned_pages(self, beside: Adapter | None = None) -> int:
+        """Pages that pinned names may keep for ever, those of `beside` left out."""
+        return sum(a.num_pages for a in self._by_name.values() if a.pinned and a is not beside)
 
     @property
     def resident(self) -> list[Adapter]:
-        """Adapters with pages in the pool, least recently used first."""
+        """Adapters with pages in the pool."""
         return list(self._resident.values())
 
+    @property
+    def idle_pages(self) -> int:
+        """Pages of resident adapters that may be evicted."""
+        return self._idle_pages
+
+    def is_idle(self, adapter: Adapter) -> bool:
+        """Whether it is resident and may be evicted."""
+        return adapter in self._idle
+
+    def least_usage(self) -> float:
+        return self._idle.least().usage
+
+    def evict_least(self) -> None:
+        self._evict(self._idle.least())
+
     def make_resident(self, adapter: Adapter, write: Callable[[Adapter], None]) -> None:
-        """Give it pages (`can_make_room` must hold), evicting idle adapters where needed, and `write` them.
+        """Give it pages (there must be room, free or idle) and `write` them.
 
         `write` copies `adapter.packed.pages` to `adapter.pages`, before any step that reads them; where it
         fails the adapter is as absent as before.
         """
         assert adapter.pages is None
-        self.make_room(adapter.num_pages)
+        self._reclaim.make_room(adapter.num_pages)
         adapter.pages = self._pool.allocate(adapter.num_pages, "adapter")
         assert adapter.pages is not None
         self._resident[adapter.generation] = adapter
+        self._reclaim.used(adapter)
+        self._set_idle(adapter)
         try:
             write(adapter)
         except BaseException:
             self._evict(adapter)
             raise
         self.loads += 1
-
-    def can_make_room(self, pages: int, keep: Adapter | None = None) -> bool:
-        """Whether `pages` are free or held by idle adapters other than `keep`."""
-        missing = pages - self._pool.num_free
-        for adapter in self._resident.values():
-            if missing <= 0:
-                break
-            if not adapter.pins and adapter is not keep:
-                missing -= adapter.num_pages
-        return missing <= 0
-
-    def make_room(self, pages: int) -> bool:
-        """Evict idle adapters, least recently used first, until `pages` are free; all or nothing."""
-        if not self.can_make_room(pages):
-            return False
-        while self._pool.num_free < pages:
-            self._evict(next(a for a in self._resident.values() if not a.pins))
-            self.evictions += 1
-        return True
 
     def info(self, adapter: Adapter) -> AdapterInfo:
         """What a caller may know of an adapter that is registered or draining."""
@@ -171,12 +203,25 @@ class AdapterStore:
             pages=adapter.num_pages,
             host_bytes=packed.nbytes,
             running=adapter.users,
+            pinned=adapter.pinned,
         )
+
+    def _set_idle(self, adapter: Adapter) -> None:
+        """Make `_idle` agree with the adapter's state."""
+        idle = adapter.pages is not None and not adapter.pins and not adapter.pinned
+        if idle == (adapter in self._idle):
+            return
+        if idle:
+            self._idle.push(adapter)
+        else:
+            self._idle.discard(adapter)
+        self._idle_pages += adapter.num_pages if idle else -adapter.num_pages
 
     def _evict(self, adapter: Adapter) -> None:
         assert adapter.pages is not None and not adapter.pins
         self._pool.release(adapter.pages)
         adapter.pages = None
+        self._set_idle(adapter)
         del self._resident[adapter.generation]
 
     def _free_if_drained(self, adapter: Adapter) -> None:
@@ -185,3 +230,4 @@ class AdapterStore:
                 self._evict(adapter)
             adapter.packed = None
             self._draining.remove(adapter)
+            self._on_freed(adapter.generation)

@@ -52,6 +52,12 @@ class Rope:
         except KeyError as missing:
             raise ValueError(f"rope_scaling: type '{rope_type}' needs the field {missing}") from None
 
+    @property
+    def length_independent_up_to(self) -> int | None:
+        """Longest prompt whose first keys are those of a shorter one; None: any (no rotation by length)."""
+        by_length = self.dynamic_factor is not None or self.inv_freq_long is not None
+        return self.switch_length if by_length else None
+
     def cos_sin(self, positions: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """cos, sin f32[t, e/2] of `positions[t] * inv_freq`, times the attention factor.
 

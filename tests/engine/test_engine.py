@@ -145,18 +145,21 @@ def test_logit_bias_forces_and_bans(engine: Engine) -> None:
 
 def test_repetition_is_penalised_over_prompt_and_output_also_after_preemption(engine: Engine) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=60, frequency_penalty=2.0, repetition_penalty=5.0)
-    out = engine.generate([[1, 2, 3, 4]], None, params)[0].token_ids
-    assert len(set(out)) == len(out)
-    assert not set(out) & {1, 2, 3, 4}
+    prompts = [[1, 2, 3, 4], [2, 1, 4, 3], [3, 4, 1, 2], [4, 3, 2, 1]]
+    want = [engine.generate([p], None, params)[0].token_ids for p in prompts]
+    for out in want:
+        assert len(set(out)) == len(out)
+        assert not set(out) & {1, 2, 3, 4}
     for adapter in engine._adapters.resident:
         engine._adapters._evict(adapter)
+    engine.reset_prefix_cache()
     hostages = engine._pool.allocate(engine._pool.num_free - 9, "kv")
     assert hostages is not None
     before = engine.stats().preemptions
-    outs = engine.generate([[1, 2, 3, 4]] * 4, None, params)
+    outs = engine.generate(prompts, None, params)
     assert engine.stats().preemptions > before
     engine._pool.release(hostages)
-    assert [o.token_ids for o in outs] == [out] * 4
+    assert [o.token_ids for o in outs] == want
 
 
 def test_logprobs_are_the_model_s_own(tiny_model_dir: Path) -> None:

@@ -51,6 +51,13 @@ def simulated_engine(**fields: Any) -> Engine:
         return Engine(MODEL, {}, config, make_mesh(1))
 
 
+def shared_prompts() -> st.SearchStrategy[list[int]]:
+    """Prompts of 1 to 40 tokens that often begin alike, and part at any token."""
+    stems = st.sampled_from([[1, 2, 3, 4] * 8, [1, 2, 3, 4, 5, 6, 7, 8] * 4, [9] * 32, []])
+    tails = st.lists(st.integers(0, VOCAB - 1), max_size=8)
+    return st.tuples(stems, st.integers(1, 32), tails).map(lambda t: (t[0][: t[1]] + t[2]) or [5])
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Users add, abort, load, reload and unload at any moment; every sequence must end once, and rightly."""
 
@@ -59,14 +66,20 @@ class EngineMachine(RuleBasedStateMachine):
         max_batch_size=st.integers(1, 6),
         max_step_tokens=st.integers(6, 40),
         chunk=st.sampled_from([None, 1, 3, 7]),
+        caching=st.sampled_from([True, True, True, False]),
     )
-    def start(self, num_pages: int, max_batch_size: int, max_step_tokens: int, chunk: int | None) -> None:
+    def start(
+        self, num_pages: int, max_batch_size: int, max_step_tokens: int, chunk: int | None, caching: bool
+    ) -> None:
         self.engine = simulated_engine(
             num_pages=num_pages,
             max_batch_size=max_batch_size,
             max_step_tokens=max_step_tokens,
             prefill_chunk_tokens=chunk,
+            enable_prefix_caching=caching,
         )
+        self.prompts: dict[tuple[str, int], list[int]] = {}
+        self.names: dict[str, str | None] = {}
         self.fingerprints = itertools.count(1)
         self.loaded: dict[str, int] = {}
         self.expected: dict[tuple[str, int], list[int]] = {}
@@ -74,26 +87,42 @@ class EngineMachine(RuleBasedStateMachine):
         self.ended: dict[tuple[str, int], str] = {}
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
+        prompt=shared_prompts(),
         max_tokens=st.integers(1, 30),
         n=st.integers(1, 3),
         pick=st.integers(0, 9),
     )
     def add(self, prompt: list[int], max_tokens: int, n: int, pick: int) -> None:
         names = [None, *self.loaded]
-        name = names[pick % len(names)]
+        self.ask(prompt, max_tokens, n, names[pick % len(names)])
+
+    def ask(self, prompt: list[int], max_tokens: int, n: int, name: str | None) -> None:
         params = SamplingParams(max_tokens=max_tokens, n=n)
         pages = -(-(len(prompt) + max_tokens) // 4)
-        if name is not None:
-            pages += next(a.pages for a in self.engine.adapters() if a.name == name and a.state != "draining")
+        for adapter in self.engine.adapters():
+            if adapter.pinned or (adapter.name == name and adapter.state != "draining"):
+                pages += adapter.pages
         if pages > self.engine.stats().pages_total:
             with pytest.raises(ValueError, match="pages"):
                 self.engine.add_request(prompt, name, params)
             return
         request_id = self.engine.add_request(prompt, name, params)
         fingerprint = BASE if name is None else self.loaded[name]
+        self.names[request_id] = name
         for i in range(n):
+            self.prompts[request_id, i] = prompt
             self.expected[request_id, i] = expected_tokens(prompt, fingerprint, max_tokens, VOCAB)
+
+    @rule(pick=st.integers(0, 50), tail=st.lists(st.integers(0, VOCAB - 1), max_size=6), n=st.integers(1, 2))
+    def follow_up(self, pick: int, tail: list[int], n: int) -> None:
+        """The next turn of a conversation: a prompt that begins with an earlier one and its answer."""
+        keys = sorted(self.got)
+        if not keys:
+            return
+        key = keys[pick % len(keys)]
+        name = self.names[key[0]]
+        prompt = (self.prompts[key] + self.got[key] + tail)[:60]
+        self.ask(prompt, 5, n, name if name in self.loaded else None)
 
     @rule(name=st.sampled_from("abcdef"), rank=st.sampled_from([3, 8, 20]))
     def load(self, name: str, rank: int) -> None:
@@ -103,8 +132,22 @@ class EngineMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="pages"):
                 self.engine.load_adapter(name, prepared, replace=True)
             return
-        self.engine.load_adapter(name, prepared, replace=True)
+        try:
+            self.engine.load_adapter(name, prepared, replace=True)
+        except ValueError as error:
+            if f"adapter '{name}' is pinned: request" not in str(error):
+                raise
+            return
         self.loaded[name] = fingerprint
+
+    @rule(name=st.sampled_from("abcdef"), pinned=st.booleans())
+    def pin(self, name: str, pinned: bool) -> None:
+        if name in self.loaded:
+            try:
+                (self.engine.pin_adapter if pinned else self.engine.unpin_adapter)(name)
+            except ValueError as error:
+                if f"adapter '{name}' cannot be pinned: request" not in str(error):
+                    raise
 
     @rule(name=st.sampled_from("abcdef"))
     def unload(self, name: str) -> None:
@@ -156,6 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert reason == "abort" or self.got[key] == self.expected[key]
         for name in list(self.loaded):
             self.engine.unload_adapter(name)
+        self.engine.reset_prefix_cache()
         stats = self.engine.stats()
         assert stats.pages_free == stats.pages_total, "pages leaked"
         assert self.engine.adapters() == []
@@ -250,7 +294,7 @@ def test_closing_a_stream_frees_what_it_held() -> None:
     stream = engine.stream([[1] * 20, [2] * 9], sampling_params=SamplingParams(max_tokens=30))
     next(iter(stream))
     stream.close()  # type: ignore[attr-defined]
-    assert engine.stats().pages_free == engine.stats().pages_total
+    assert engine.stats().pages_free + engine.stats().pages_cached == engine.stats().pages_total
     engine.check_integrity()
 
 

@@ -54,6 +54,7 @@ def constrained(engine: Engine, *, free_pages: int, chunk: int, seed: int) -> It
     pool, scheduler = engine._pool, engine._scheduler
     for adapter in engine._adapters.resident:
         engine._adapters._evict(adapter)
+    engine.reset_prefix_cache()
     random.Random(seed).shuffle(pool._free)
     hostages = pool.allocate(pool.num_free - free_pages, "kv")
     limits = scheduler._limits

@@ -226,6 +226,18 @@ class FakeEngine:
             raise UnknownAdapterError(f"no adapter '{name}' is registered")
         self._draining.append(dataclasses.replace(self._adapters.pop(name), state="draining"))
 
+    def pin_adapter(self, name: str) -> AdapterInfo:
+        return self._pin(name, True)
+
+    def unpin_adapter(self, name: str) -> AdapterInfo:
+        return self._pin(name, False)
+
+    def _pin(self, name: str, pinned: bool) -> AdapterInfo:
+        if name not in self._adapters:
+            raise UnknownAdapterError(f"no adapter '{name}' is registered")
+        self._adapters[name] = dataclasses.replace(self._adapters[name], pinned=pinned)
+        return self._adapters[name]
+
     def adapters(self) -> list[AdapterInfo]:
         used = {running.adapter_id for running in self._queue}
         self._draining = [info for info in self._draining if info.name in used]
@@ -240,12 +252,17 @@ class FakeEngine:
             num_waiting=len(waiting),
             pages_total=1000,
             pages_kv=kv,
+            pages_cached=0,
             pages_adapter=len(self._adapters),
             pages_free=1000 - kv - len(self._adapters),
             adapters_registered=len(self._adapters),
             adapters_resident=len(self._adapters),
             adapter_loads=len(self._adapters),
             adapter_evictions=0,
+            prefix_lookups=0,
+            prefix_query_tokens=0,
+            prefix_hit_tokens=0,
+            prefix_evictions=0,
             running_adapters=tuple(sorted({r.adapter_id for r in running if r.adapter_id})),
             waiting_adapters=tuple(sorted({r.adapter_id for r in waiting if r.adapter_id})),
             steps=self._steps,

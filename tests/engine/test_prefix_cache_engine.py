@@ -1,0 +1,144 @@
+"""The prefix cache in a real engine: answers are those without it, prompts that begin alike are computed once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slora_jax import SamplingParams
+from slora_jax.engine import Engine
+from slora_jax.weights import load_model_config, resolve_model
+from tests.engine.test_engine import make_engine
+from tests.lora.peft_files import write_peft_adapter
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+SYSTEM = [(7 * i) % 300 for i in range(50)]  # three full pages of 16 tokens, and two tokens
+PROMPTS = [[*SYSTEM, 1], [*SYSTEM, 2, 3], SYSTEM, SYSTEM[:48], [*SYSTEM[:40], 9], [*SYSTEM] * 2]
+NAMES = [None, "one", None, "two", "one", None]
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    shape = load_model_config(resolve_model(tiny_model_dir, "dummy"))
+    folder = tmp_path_factory.mktemp("peft")
+    for seed, name in enumerate(("one", "two")):
+        write_peft_adapter(folder / name, shape, {"k_proj": 8, "v_proj": 8}, seed=seed, std=0.3)
+    return {name: folder / name for name in ("one", "two")}
+
+
+def engine_with(model: Path, folders: dict[str, Path], **fields: Any) -> Engine:
+    engine = make_engine(model, **fields)
+    for name, path in folders.items():
+        engine.load_adapter(name, path)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model_dir: Path, folders: dict[str, Path]) -> Engine:
+    return engine_with(tiny_model_dir, folders, enable_prefix_caching=False, record_logits=True)
+
+
+@pytest.fixture(scope="module")
+def cached(tiny_model_dir: Path, folders: dict[str, Path]) -> Engine:
+    return engine_with(tiny_model_dir, folders, record_logits=True)
+
+
+def test_logits_and_tokens_are_those_without_the_cache(plain: Engine, cached: Engine) -> None:
+    want = plain.generate(PROMPTS, NAMES, GREEDY)
+    assert plain.stats().pages_cached == plain.stats().prefix_lookups == 0
+    for turn in range(2):  # the second finds everything
+        hits = cached.stats().prefix_hit_tokens
+        got = cached.generate(PROMPTS, NAMES, GREEDY)
+        cached.check_integrity()
+        for a, b in zip(want, got, strict=True):
+            assert a.token_ids == b.token_ids
+            np.testing.assert_allclose(a.logits, b.logits, rtol=1e-4, atol=1e-4)
+    assert turn
+    # 48, 48, 48, 32 (the last token is computed), 48 (another page follows its 40 tokens) and 96 tokens
+    assert cached.stats().prefix_hit_tokens - hits == 48 + 48 + 48 + 32 + 32 + 96
+    assert got[0].metrics.num_cached_tokens == 48
+
+
+@pytest.mark.parametrize("chunk", [5, 16, None])
+def test_it_changes_nothing_under_preemption_and_chunked_prefill(
+    plain: Engine, tiny_model_dir: Path, folders: dict[str, Path], chunk: int | None
+) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=70)
+    want = [o.token_ids for o in plain.generate(PROMPTS, NAMES, params)]
+    small = engine_with(tiny_model_dir, folders, num_pages=30, prefill_chunk_tokens=chunk)
+    assert [o.token_ids for o in small.generate(PROMPTS, NAMES, params)] == want
+    stats = small.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_evictions > 0
+    assert stats.prefix_hit_tokens > 0
+    small.check_integrity()
+
+
+def test_penalties_count_the_tokens_of_a_cached_prefix_and_no_others(plain: Engine, cached: Engine) -> None:
+    cached.generate(
+        [[5] * 60] * 4, None, dataclasses.replace(GREEDY, repetition_penalty=3.0)
+    )  # soil the slots
+    for fields in (
+        {"repetition_penalty": 1.7},
+        {"frequency_penalty": 1.0},
+        {"presence_penalty": -1.5},
+        {"repetition_penalty": 1.2, "frequency_penalty": -0.5, "n": 3, "temperature": 0.9, "seed": 4},
+    ):
+        params = dataclasses.replace(GREEDY, max_tokens=40, **fields)
+        first = plain.generate([SYSTEM], None, params)[0]
+        follow_up = SYSTEM + first.token_ids + [8]
+        for prompt in (SYSTEM, follow_up):
+            want = [o.token_ids for o in plain.generate([prompt], None, params)[0].outputs]
+            for _ in range(2):
+                hits = cached.stats().prefix_hit_tokens
+                got = [o.token_ids for o in cached.generate([prompt], None, params)[0].outputs]
+                assert got == want, fields
+            assert cached.stats().prefix_hit_tokens > hits
+
+
+def test_a_reloaded_adapter_does_not_meet_its_predecessor_s_cache(
+    plain: Engine, cached: Engine, folders: dict[str, Path]
+) -> None:
+    want = {n: plain.generate([SYSTEM], n, GREEDY)[0].token_ids for n in ("one", "two")}
+    assert want["one"] != want["two"]
+    assert cached.generate([SYSTEM], "one", GREEDY)[0].token_ids == want["one"]
+    cached.load_adapter("one", folders["two"], replace=True)
+    out = cached.generate([SYSTEM], "one", GREEDY)[0]
+    assert (out.token_ids, out.metrics.num_cached_tokens) == (want["two"], 0)
+    cached.load_adapter("one", folders["one"], replace=True)
+    assert cached.generate([SYSTEM], "one", GREEDY)[0].token_ids == want["one"]
+    before = cached.stats().pages_cached
+    cached.unload_adapter("one")
+    assert cached.stats().pages_cached < before
+    cached.load_adapter("one", folders["one"])
+    cached.check_integrity()
+
+
+def test_prompts_rotated_by_their_own_length_are_not_shared(tiny_model_dir: Path) -> None:
+    engine = make_engine(tiny_model_dir)
+    short, long = list(range(40)), list(range(100))
+    engine._prefixes._max_prompt_tokens = 64
+    for prompt, hits in ((short, 32), (long, 0)):
+        engine.generate([prompt], None, GREEDY)
+        before = engine.stats().prefix_hit_tokens
+        engine.generate([prompt], None, GREEDY)
+        assert engine.stats().prefix_hit_tokens - before == hits
+
+
+def test_sequences_of_one_request_share_its_prompt(cached: Engine) -> None:
+    cached.reset_prefix_cache()
+    params = dataclasses.replace(GREEDY, n=4, temperature=1.0, seed=3)
+    cached.add_request(SYSTEM * 4, None, params)
+    for _ in range(8):
+        cached.step()
+    tables = [s.pages[:12] for s in cached._scheduler.running]
+    assert len(tables) == 4
+    assert all(t == tables[0] for t in tables), "the prompt's KV is there more than once"
+    for _ in itertools.takewhile(lambda _: cached.has_unfinished(), itertools.count()):
+        cached.step()
+    cached.check_integrity()

@@ -135,13 +135,14 @@ class ModelRunner:
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
         """Begin a slot's token counts with the tokens of a cached prefix, which no step computes for it."""
-        none = self._slots.token_counts.shape[0]
+        own, none = sequence.slot, self._slots.token_counts.shape[0]
+        assert own is not None
         for start in range(0, sequence.num_cached, COUNT_TOKENS):
             n = min(COUNT_TOKENS, sequence.num_cached - start)
             slot, token = np.full(COUNT_TOKENS, none, np.int32), np.zeros(COUNT_TOKENS, np.int32)
-            slot[:n], token[:n] = sequence.slot, sequence.tokens[start : start + n]
+            slot[:n], token[:n] = own, sequence.tokens[start : start + n]
             is_prompt = np.arange(start, start + COUNT_TOKENS) < sequence.prompt_len
-            reset = np.array([none if start else sequence.slot], np.int32)
+            reset = np.array([none if start else own], np.int32)
             arrays = jax.device_put((slot, token, is_prompt, reset), self._sharding())
             counts = self._count_tokens(self._slots.token_counts, *arrays)
             self._slots = dataclasses.replace(self._slots, token_counts=counts)

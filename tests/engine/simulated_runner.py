@@ -1,8 +1,9 @@
 """A ModelRunner without a model: it keeps token ids in pages, so that a wrong page gives a wrong token.
 
-The next token is a hash of everything read back from the sequence's KV pages and from its adapter's pages. If
-a page is shared, freed too early, or written by someone else, or an adapter's pages are not the ones that
-were loaded, the output differs from `expected_tokens`.
+The next token is a hash of everything read back from the sequence's KV pages and from its adapter's pages. KV
+holds a token and the adapter that it was computed with, as real KV depends on both. If a page is shared
+wrongly, freed too early, or written by someone else, or an adapter's pages are not the ones that were loaded,
+the output differs from `expected_tokens`.
 """
 
 from __future__ import annotations
@@ -91,17 +92,19 @@ class SimulatedRunner:
         rows: list[tuple[int, Chunk]] = []
         tokens: list[int] = []
         for chunk in plan:
-            history = self._run(chunk)
+            fingerprint = self._fingerprint(chunk)
+            history = self._run(chunk, fingerprint)
             if chunk.samples:
-                token = next_token(history, self._fingerprint(chunk), self._vocab)
+                token = next_token(history, fingerprint, self._vocab)
                 assert chunk.sequence.slot is not None
                 self._last[chunk.sequence.slot] = token
                 rows.append((len(tokens), chunk))
                 tokens.append(token)
         return SimulatedInFlight(rows, tokens)
 
-    def _run(self, chunk: Chunk) -> list[int]:
+    def _run(self, chunk: Chunk, fingerprint: int) -> list[int]:
         """Write the chunk's tokens to the sequence's pages, then read its whole history back."""
+        mark = self._vocab * fingerprint
         sequence, size = chunk.sequence, self.layout.page_tokens
         known = sequence.tokens[chunk.start : chunk.start + chunk.count]
         assert known or chunk.count == 1
@@ -111,9 +114,9 @@ class SimulatedRunner:
             page = sequence.pages[position // size]
             if position % size == 0:
                 self._memory[page] = [None] * size
-            self._memory[page][position % size] = token
+            self._memory[page][position % size] = token + mark
         end = chunk.start + chunk.count
-        return [self._memory[sequence.pages[p // size]][p % size] for p in range(end)]
+        return [self._memory[sequence.pages[p // size]][p % size] - mark for p in range(end)]
 
     def _fingerprint(self, chunk: Chunk) -> int:
         adapter = chunk.sequence.adapter

@@ -1,4 +1,4 @@
-"""The prefix cache in a real engine: answers are those without it, prompts that begin alike are computed once."""
+"""The prefix cache in a real engine: its answers are those without it, and what begins alike is shared."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ def cached(tiny_model_dir: Path, folders: dict[str, Path]) -> Engine:
 def test_logits_and_tokens_are_those_without_the_cache(plain: Engine, cached: Engine) -> None:
     want = plain.generate(PROMPTS, NAMES, GREEDY)
     assert plain.stats().pages_cached == plain.stats().prefix_lookups == 0
-    for turn in range(2):  # the second finds everything
+    for _ in range(2):  # the second time it finds everything
         hits = cached.stats().prefix_hit_tokens
         got = cached.generate(PROMPTS, NAMES, GREEDY)
         cached.check_integrity()
         for a, b in zip(want, got, strict=True):
             assert a.token_ids == b.token_ids
+            assert a.logits is not None
+            assert b.logits is not None
             np.testing.assert_allclose(a.logits, b.logits, rtol=1e-4, atol=1e-4)
-    assert turn
-    # 48, 48, 48, 32 (the last token is computed), 48 (another page follows its 40 tokens) and 96 tokens
+    # The fourth computes its last token, the fifth parts within its third page, the sixth is twice as long.
     assert cached.stats().prefix_hit_tokens - hits == 48 + 48 + 48 + 32 + 32 + 96
     assert got[0].metrics.num_cached_tokens == 48
 
@@ -80,15 +81,15 @@ def test_it_changes_nothing_under_preemption_and_chunked_prefill(
 
 
 def test_penalties_count_the_tokens_of_a_cached_prefix_and_no_others(plain: Engine, cached: Engine) -> None:
-    cached.generate(
-        [[5] * 60] * 4, None, dataclasses.replace(GREEDY, repetition_penalty=3.0)
-    )  # soil the slots
-    for fields in (
+    soil = dataclasses.replace(GREEDY, repetition_penalty=3.0)
+    cached.generate([[5] * 60] * 4, None, soil)  # slots that others have counted in
+    cases: list[dict[str, Any]] = [
         {"repetition_penalty": 1.7},
         {"frequency_penalty": 1.0},
         {"presence_penalty": -1.5},
         {"repetition_penalty": 1.2, "frequency_penalty": -0.5, "n": 3, "temperature": 0.9, "seed": 4},
-    ):
+    ]
+    for fields in cases:
         params = dataclasses.replace(GREEDY, max_tokens=40, **fields)
         first = plain.generate([SYSTEM], None, params)[0]
         follow_up = SYSTEM + first.token_ids + [8]

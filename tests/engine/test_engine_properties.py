@@ -62,14 +62,23 @@ class EngineMachine(RuleBasedStateMachine):
     """Users add, abort, load, reload and unload at any moment; every sequence must end once, and rightly."""
 
     @initialize(
-        num_pages=st.integers(40, 90),
+        num_pages=st.integers(25, 80),
         max_batch_size=st.integers(1, 6),
         max_step_tokens=st.integers(6, 40),
         chunk=st.sampled_from([None, 1, 3, 7]),
         caching=st.sampled_from([True, True, True, False]),
+        adapters=st.integers(0, 3),
+        load=st.sampled_from([0, 8, 16]),
     )
     def start(
-        self, num_pages: int, max_batch_size: int, max_step_tokens: int, chunk: int | None, caching: bool
+        self,
+        num_pages: int,
+        max_batch_size: int,
+        max_step_tokens: int,
+        chunk: int | None,
+        caching: bool,
+        adapters: int,
+        load: int,
     ) -> None:
         self.engine = simulated_engine(
             num_pages=num_pages,
@@ -85,18 +94,26 @@ class EngineMachine(RuleBasedStateMachine):
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], str] = {}
+        for name in "abc"[:adapters]:
+            self.load(name, 8)
+        for i in range(load):  # enough to fill slots and pages from the start
+            self.add([[1, 2, 3, 4] * (1 + i % 6) + [i]], 24, 1 + i % 3, i, 0)
 
     @rule(
-        prompt=shared_prompts(),
-        max_tokens=st.integers(1, 30),
+        prompts=st.lists(shared_prompts(), min_size=1, max_size=6),
+        max_tokens=st.integers(1, 40),
         n=st.integers(1, 3),
         pick=st.integers(0, 9),
+        stride=st.integers(0, 1),
     )
-    def add(self, prompt: list[int], max_tokens: int, n: int, pick: int) -> None:
+    def add(self, prompts: list[list[int]], max_tokens: int, n: int, pick: int, stride: int) -> None:
         names = [None, *self.loaded]
-        self.ask(prompt, max_tokens, n, names[pick % len(names)])
+        for i, prompt in enumerate(prompts):
+            self.ask(prompt, max_tokens, n, names[(pick + stride * i) % len(names)])
 
     def ask(self, prompt: list[int], max_tokens: int, n: int, name: str | None) -> None:
+        if len(self.expected) - len(self.ended) > 40:
+            return
         params = SamplingParams(max_tokens=max_tokens, n=n)
         pages = -(-(len(prompt) + max_tokens) // 4)
         for adapter in self.engine.adapters():
@@ -164,7 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
         if alive:
             self.take(self.engine.abort(alive[pick % len(alive)]))
 
-    @rule(steps=st.integers(1, 8))
+    @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.take(self.engine.step())
@@ -193,6 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.engine.has_unfinished():
                 break
             self.take(self.engine.step())
+            self.engine.check_integrity()
         assert set(self.ended) == set(self.expected), "a sequence never ended"
         for key, reason in self.ended.items():
             assert reason in ("length", "abort")
@@ -206,7 +224,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

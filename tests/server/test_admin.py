@@ -49,6 +49,14 @@ def test_load_and_unload_in_vllms_words(server: LiveServer, adapter_dir: Path) -
     assert server.post("/v1/completions", {"model": "words", "prompt": "x"}).status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/v1/pin_lora_adapter", "/v1/unpin_lora_adapter"])
+def test_pins_of_names_that_are_not_there_are_refused(server: LiveServer, path: str) -> None:
+    wanted = (404, "NotFoundError", "The lora adapter 'nobody' cannot be found.")
+    assert error_of(server, path, {"lora_name": "nobody"}) == wanted
+    assert error_of(server, path, {})[:2] == (400, "InvalidUserInput")
+    assert error_of(server, path, {"lora_name": 5})[:2] == (400, "BadRequestError")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "kind", "words"),
     [

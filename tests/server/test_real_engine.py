@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -99,6 +100,49 @@ def test_the_engine_answers_over_http_as_it_does_alone(
     assert live.engine.latest_stats.pages_kv == 0
 
 
+def test_usage_and_metrics_say_what_the_prefix_cache_saved(live: LiveServer) -> None:
+    def samples() -> dict[str, float]:
+        lines = [s for s in live.get("/metrics").text.splitlines() if s and not s.startswith("#")]
+        return {s.split("{")[0]: float(s.rsplit(" ", 1)[1]) for s in lines}
+
+    before = samples()
+    with live.openai() as client:
+        request: dict[str, Any] = {"model": "mlp", "max_tokens": 3, "extra_body": {"ignore_eos": True}}
+        for hits in (0, 2 * 64):  # 64 tokens of each prompt; one page more would leave none to compute
+            answer = client.completions.create(prompt=[[7] * 80, [8] * 70], n=2, **request)
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == 150
+            assert answer.usage.prompt_tokens_details is not None
+            assert answer.usage.prompt_tokens_details.cached_tokens == hits
+        *_, last = client.chat.completions.create(
+            messages=[{"role": "user", "content": "h" * 40}],
+            stream=True,
+            stream_options={"include_usage": True},
+            **request,
+        )
+        assert last.usage is not None
+        assert last.usage.prompt_tokens_details is not None
+        assert last.usage.prompt_tokens_details.cached_tokens == 0
+    wait_for(lambda: samples()["vllm:num_requests_running"] == 0)
+    done = {name: value - before[name] for name, value in samples().items() if name in before}
+    assert done["slora:prefix_lookups_total"] == 2 * 4 + 1
+    assert done["vllm:prefix_cache_queries_total"] >= 2 * 2 * 150
+    assert done["vllm:prefix_cache_hits_total"] >= 2 * 2 * 64
+    assert done["slora:prefix_page_evictions_total"] == 0
+
+
+def test_a_pinned_adapter_says_so(live: LiveServer, engine: Engine) -> None:
+    def pinned() -> list[str]:
+        return [info.name for info in live.engine.known_adapters if info.pinned]
+
+    assert pinned() == []
+    done = live.post("/v1/pin_lora_adapter", {"lora_name": "q"})
+    assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'q' pinned successfully.")
+    assert pinned() == ["q"]
+    assert live.post("/v1/unpin_lora_adapter", {"lora_name": "q"}).status_code == 200
+    assert pinned() == []
+
+
 def test_chat_logprobs_and_n(live: LiveServer) -> None:
     with live.openai() as client:
         answer = client.chat.completions.create(
@@ -165,4 +209,4 @@ def test_a_client_that_goes_away_frees_pages(live: LiveServer, engine: Engine, s
     wait_for(lambda: live.engine.latest_stats.num_running == 0)
     stats = live.engine.latest_stats
     assert stats.pages_kv == 0
-    assert stats.pages_free + stats.pages_adapter == stats.pages_total
+    assert stats.pages_free + stats.pages_adapter + stats.pages_cached == stats.pages_total

@@ -109,7 +109,13 @@ def run_slora(workload: dict[str, Any], *, adapters: bool, repeat: int) -> dict[
     from slora_jax import EngineConfig, SamplingParams
     from slora_jax.engine import Engine
 
-    config = EngineConfig(dtype="float32", max_batch_size=N_REQUESTS, max_model_len=256, max_step_tokens=512)
+    config = EngineConfig(
+        dtype="float32",
+        max_batch_size=N_REQUESTS,
+        max_model_len=256,
+        max_step_tokens=512,
+        enable_prefix_caching=False,  # every run computes every prompt
+    )
     engine = Engine.from_pretrained(workload["model"], workload["adapters"] if adapters else None, config)
     prompts = [r["prompt_token_ids"] for r in workload["requests"]]
     names = [r["adapter"] if adapters else None for r in workload["requests"]]

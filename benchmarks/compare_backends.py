@@ -69,6 +69,7 @@ def run(
             folder,
             config=EngineConfig(
                 dtype=dtype,  # type: ignore[arg-type]
+                enable_prefix_caching=False,
                 kernel_backend=backend,  # type: ignore[arg-type]
                 load_format="dummy",
                 max_batch_size=16,

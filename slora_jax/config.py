@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from slora_jax.checks import as_kind, check_fields
+from slora_jax.checks import as_kind, as_list, check_fields
 
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
@@ -211,6 +211,9 @@ class EngineConfig:
             check_fields(self)
         except ValueError as error:
             raise ValueError(f"EngineConfig: {error}") from None
+        names = as_list("EngineConfig: pinned_adapters", self.pinned_adapters, "a list of adapters' names")
+        names = [as_kind("EngineConfig: a name in pinned_adapters", name, str) for name in names]
+        object.__setattr__(self, "pinned_adapters", tuple(names))
         positive = (
             "max_batch_size",
             "max_step_tokens",

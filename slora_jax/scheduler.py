@@ -138,6 +138,8 @@ class Scheduler:
         assert self._adapters.idle_pages == sum(
             a.num_pages for a in self._adapters if self._adapters.is_idle(a)
         ), f"{self._adapters.idle_pages} pages of idle adapters"
+        pinned = sum(a.num_pages for a in self._adapters if a.pinned)
+        assert self._adapters.pinned_pages() == pinned, "pinned pages"
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
 

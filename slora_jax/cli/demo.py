@@ -156,7 +156,8 @@ class _Tally:
             f"{stats.steps - self.before.steps} steps, "
             f"{stats.preemptions - self.before.preemptions} preemptions",
             f"pool      {peak.pages_total} pages of {engine.config.page_tokens} tokens; at the fullest "
-            f"{peak.pages_kv} held KV, {peak.pages_adapter} adapters, {peak.pages_free} were free",
+            f"{peak.pages_kv} held KV, {peak.pages_cached} cached prefixes, {peak.pages_adapter} adapters, "
+            f"{peak.pages_free} were free",
             f"adapters  {len(resident)} of {stats.adapters_registered} resident in the pool:",
             *(
                 f"          {a.name:{names}}  rank {a.rank:<3} {a.pages:>3} pages  "

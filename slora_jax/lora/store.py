@@ -58,6 +58,7 @@ class AdapterStore:
         self._by_name: dict[str, Adapter] = {}
         self._draining: list[Adapter] = []
         self._resident: dict[int, Adapter] = {}  # by generation
+        self._pinned: set[Adapter] = set()
         self._idle: IdleHeap[Adapter] = IdleHeap()
         self._idle_pages = 0
         self._generations = itertools.count(1)
@@ -96,8 +97,9 @@ class AdapterStore:
                     f"adapter '{name}' is already loaded; unload it first or load in place"
                 )
             self.unregister(name)
-        adapter = Adapter(name, path, next(self._generations), packed, pinned=pinned)
+        adapter = Adapter(name, path, next(self._generations), packed)
         self._by_name[name] = adapter
+        self.set_pinned(adapter, pinned)
         return adapter
 
     def unregister(self, name: str) -> None:
@@ -138,11 +140,12 @@ class AdapterStore:
     def set_pinned(self, adapter: Adapter, pinned: bool) -> None:
         """Whether it stays resident, once it is, while nobody uses it."""
         adapter.pinned = pinned
+        (self._pinned.add if pinned else self._pinned.discard)(adapter)
         self._set_idle(adapter)
 
     def pinned_pages(self, beside: Adapter | None = None) -> int:
         """Pages that pinned names may keep for ever, those of `beside` left out."""
-        return sum(a.num_pages for a in self._by_name.values() if a.pinned and a is not beside)
+        return sum(a.num_pages for a in self._pinned if a is not beside)
 
     @property
     def resident(self) -> list[Adapter]:
@@ -175,7 +178,7 @@ class AdapterStore:
         adapter.pages = self._pool.allocate(adapter.num_pages, "adapter")
         assert adapter.pages is not None
         self._resident[adapter.generation] = adapter
-        self._reclaim.used(adapter)
+        self._reclaim.fetched(adapter)
         self._set_idle(adapter)
         try:
             write(adapter)

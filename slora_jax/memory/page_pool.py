@@ -10,8 +10,6 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import numpy as np
-
 PageKind = Literal["kv", "adapter"]
 FREE, KV, ADAPTER, NULL = 0, 1, 2, 3
 _KINDS = {"kv": KV, "adapter": ADAPTER}
@@ -24,9 +22,11 @@ class PagePool:
         if num_pages < 2:
             raise ValueError(f"a page pool needs at least 2 pages (page 0 is reserved), got {num_pages}")
         self.num_pages = num_pages
-        self._kind = np.full(num_pages, FREE, np.int8)
+        # Lists and bytes, not arrays: most operations are of a page or two, and NumPy costs by the call.
+        self._kind = bytearray(num_pages)
         self._kind[0] = NULL
-        self._references = np.zeros(num_pages, np.int32)
+        self._references = [0] * num_pages
+        self._counts = [num_pages - 1, 0, 0]  # pages by kind
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: recently freed pages are used again first
 
     @property
@@ -39,23 +39,26 @@ class PagePool:
         return self.num_pages - 1
 
     def count(self, kind: PageKind) -> int:
-        """Pages of a kind; O(num_pages)."""
-        return int(np.count_nonzero(self._kind == _KINDS[kind]))
+        """Pages of a kind."""
+        return self._counts[_KINDS[kind]]
 
     def allocate(self, n: int, kind: PageKind) -> list[int] | None:
         """`n` pages of a kind with one reference each, or None (and no change) where fewer are free."""
         if n > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(n)]
-        self._kind[pages] = _KINDS[kind]
-        self._references[pages] = 1
+        for page in pages:
+            self._kind[page] = _KINDS[kind]
+            self._references[page] = 1
+        self._counts[FREE] -= n
+        self._counts[_KINDS[kind]] += n
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """One more reference to each of these KV pages."""
-        index = np.asarray(pages, np.int64)
-        assert np.all(self._kind[index] == KV), "only KV pages are shared"
-        np.add.at(self._references, index, 1)
+        for page in pages:
+            assert self._kind[page] == KV, "only KV pages are shared"
+            self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
         """One reference fewer to each page; a page without references is free again."""
@@ -63,6 +66,8 @@ class PagePool:
             assert self._references[page] > 0, f"page {page} released more often than allocated"
             self._references[page] -= 1
             if self._references[page] == 0:
+                self._counts[self._kind[page]] -= 1
+                self._counts[FREE] += 1
                 self._kind[page] = FREE
                 self._free.append(page)
 
@@ -78,11 +83,12 @@ class PagePool:
         free = collections.Counter(self._free)
         for page in range(1, self.num_pages):
             held = {FREE: free[page], KV: kv[page], ADAPTER: adapter[page]}
-            kind, references = int(self._kind[page]), int(self._references[page])
+            kind, references = self._kind[page], self._references[page]
             want = {k: 0 for k in held} | {kind: 1 if kind == FREE else references}
             assert held == want, (
                 f"page {page}: the book says {want} (free, kv, adapter), its holders say {held}"
             )
             assert kind != ADAPTER or references == 1, f"adapter page {page} is shared {references} times"
             assert kind == FREE or references > 0, f"page {page} is in use without a reference"
+        assert self._counts == [self._kind.count(kind) for kind in (FREE, KV, ADAPTER)], "counts are wrong"
         assert self._kind[0] == NULL and kv[0] == adapter[0] == free[0] == 0, "page 0 (reserved) is held"

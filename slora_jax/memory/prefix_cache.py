@@ -107,12 +107,10 @@ class PrefixCache:
 
         A page that another sequence entered meanwhile takes the place of this one's own in `sequence.pages`.
         """
-        if not self._shares(sequence):
-            return
+        done = len(sequence.cached)
         # The newest token may still be on the device.
         full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
-        done = len(sequence.cached)
-        if full <= done:
+        if full <= done or not self._shares(sequence):
             return
         parent = sequence.cached[-1] if done else self._root(_generation(sequence))
         for index, key in enumerate(self._keys(sequence, full)[done:], done):

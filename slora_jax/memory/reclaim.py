@@ -159,6 +159,10 @@ class Reclaimer:
         """It was in use until now: as recent as a single use now, at least."""
         thing.usage = max(thing.usage, self._now / HALF_LIFE)
 
+    def fetched(self, thing: Used) -> None:
+        """It is here for a use that is yet to come: worth half a use now, at least."""
+        thing.usage = max(thing.usage, self._now / HALF_LIFE - 1)
+
     def can_make_room(self, pages: int, keep: int = 0) -> bool:
         """Whether `pages` are free or idle, beside `keep` idle ones that must stay; O(1)."""
         return self.pool.num_free + self.idle_pages - keep >= pages

@@ -63,6 +63,9 @@ def test_logits_and_tokens_are_those_without_the_cache(plain: Engine, cached: En
     # The fourth computes its last token, the fifth parts within its third page, the sixth is twice as long.
     assert cached.stats().prefix_hit_tokens - hits == 48 + 48 + 48 + 32 + 32 + 96
     assert got[0].metrics.num_cached_tokens == 48
+    costs = cached._reclaim.costs
+    assert costs.seconds("prefix") is not None
+    assert costs.seconds("adapter") is not None
 
 
 @pytest.mark.parametrize("chunk", [5, 16, None])
@@ -143,3 +146,14 @@ def test_sequences_of_one_request_share_its_prompt(cached: Engine) -> None:
     for _ in itertools.takewhile(lambda _: cached.has_unfinished(), itertools.count()):
         cached.step()
     cached.check_integrity()
+
+
+def test_penalties_behind_a_cached_prefix_under_tensor_parallelism(
+    plain: Engine, tiny_model_dir: Path
+) -> None:
+    params = dataclasses.replace(GREEDY, repetition_penalty=1.7, frequency_penalty=0.5)
+    sharded = make_engine(tiny_model_dir, tensor_parallel_size=2)
+    want = plain.generate([SYSTEM], None, params)[0].token_ids
+    for hits in (0, 48):
+        out = sharded.generate([SYSTEM], None, params)[0]
+        assert (out.token_ids, out.metrics.num_cached_tokens) == (want, hits)

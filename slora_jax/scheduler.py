@@ -91,8 +91,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step; advances `num_computed` and `pending` of what it takes. Empty: nothing can run."""
         plan = StepPlan([], [])
-        for sequence in self.running:  # what they have computed was launched since
-            self._prefixes.record(sequence)
+        self._prefixes.record_all(self.running)  # what they have computed was launched since
         for sequence in list(self.running):  # decodes first: a long prompt never stalls them
             if sequence.slot is not None and sequence.remaining == 1 and not sequence.complete:
                 self._take(plan, sequence)

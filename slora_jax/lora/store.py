@@ -164,8 +164,14 @@ class AdapterStore:
     def least_usage(self) -> float:
         return self._idle.least().usage
 
-    def evict_least(self) -> None:
-        self._evict(self._idle.least())
+    def evict(self, pages: int, limit: float) -> int:
+        freed = gone = 0
+        while freed < pages and self._idle and (not gone or self._idle.least().usage <= limit):
+            adapter = self._idle.least()
+            freed += adapter.num_pages
+            self._evict(adapter)
+            gone += 1
+        return gone
 
     def make_resident(self, adapter: Adapter, write: Callable[[Adapter], None]) -> None:
         """Give it pages (there must be room, free or idle) and `write` them.

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,6 +103,13 @@ class PrefixCache:
             self.query_tokens += len(sequence.tokens)
             self.hit_tokens += sequence.num_cached
 
+    def record_all(self, sequences: Iterable[Sequence]) -> None:
+        """`record` those that have filled a page; the rest cost next to nothing."""
+        if self._enabled:
+            for sequence in sequences:
+                if sequence.num_computed >= (len(sequence.cached) + 1) * self._page_tokens:
+                    self.record(sequence)
+
     def record(self, sequence: Sequence) -> None:
         """Enter the full pages that a sequence has computed; every step that writes them is launched.
 
@@ -146,29 +154,33 @@ class PrefixCache:
     def drop(self, generation: int) -> None:
         """Free what is cached for a generation that no sequence will use again."""
         root = self._roots.pop(generation, None)
-        for node in _below(root):
+        nodes = list(_below(root))
+        for node in nodes:
             assert not node.users
             self._idle_leaves.discard(node)
-            self._idle_pages -= 1
-            self._free(node)
+        self._forget([node.page for node in nodes])
 
     def clear(self) -> None:
         """Free every page that no sequence holds."""
-        while self._idle_pages:
-            self.evict_least()
+        if self._idle_pages:
+            self.evict(self._idle_pages, math.inf)
 
     def least_usage(self) -> float:
         return self._idle_leaves.least().usage
 
-    def evict_least(self) -> None:
-        node = self._idle_leaves.pop()
-        parent = node.parent
-        assert parent is not None and not node.users and not node.children
-        del parent.children[node.tokens]
-        self._idle_pages -= 1
-        self._free(node)
-        if parent.page != _NO_PAGE and not parent.users and not parent.children:
-            self._idle_leaves.push(parent)
+    def evict(self, pages: int, limit: float) -> int:
+        freed: list[int] = []
+        leaves = self._idle_leaves
+        while len(freed) < pages and leaves and (not freed or leaves.least().usage <= limit):
+            node = leaves.pop()
+            parent = node.parent
+            assert parent is not None and not node.users and not node.children
+            del parent.children[node.tokens]
+            freed.append(node.page)
+            if parent.page != _NO_PAGE and not parent.users and not parent.children:
+                leaves.push(parent)
+        self._forget(freed)
+        return len(freed)
 
     def pages(self) -> list[int]:
         """Every cached page."""
@@ -221,9 +233,11 @@ class PrefixCache:
             self._idle_leaves.discard(node)
         node.users += 1
 
-    def _free(self, node: CachedPage) -> None:
-        self._pool.release([node.page])
-        self.num_pages -= 1
+    def _forget(self, idle: list[int]) -> None:
+        """Free idle pages that have left the tree."""
+        self._pool.release(idle)
+        self._idle_pages -= len(idle)
+        self.num_pages -= len(idle)
 
 
 def _generation(sequence: Sequence) -> int:

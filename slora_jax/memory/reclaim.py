@@ -22,7 +22,7 @@ from slora_jax.memory.page_pool import PagePool
 HolderKind = Literal["adapter", "prefix"]
 HALF_LIFE = 1024  # admissions
 _SAMPLES = 31  # of a cost; their median is not moved by a step that compiled
-_SLACK_SHARE, _MAX_SLACK = 64, 256
+_SLACK_SHARE, _MAX_SLACK = 64, 64
 
 
 class Used(Protocol):
@@ -42,8 +42,10 @@ class PageHolder(Protocol):
         """`usage` of what it would evict next; there is something."""
         ...
 
-    def evict_least(self) -> None:
-        """Free the pages of that."""
+    def evict(self, pages: int, limit: float) -> int:
+        """Evict the first, and others until `pages` are freed, none is left, or the next one's usage is above
+        `limit`; how many things went.
+        """
         ...
 
 
@@ -174,9 +176,9 @@ class Reclaimer:
         if not self.can_make_room(pages):
             return False
         enough = min(pages + self._slack, self.pool.num_free + self.idle_pages)
-        while self.pool.num_free < enough:
-            holders = [h for h in self._holders if h.idle_pages]
-            least = min(holders, key=lambda h: h.least_usage() + self.costs.log2(h.kind))
-            least.evict_least()
-            self.evictions[least.kind] += 1
+        while (missing := enough - self.pool.num_free) > 0:
+            values = [(h.least_usage() + self.costs.log2(h.kind), h) for h in self._holders if h.idle_pages]
+            (_, least), *others = sorted(values, key=lambda value: value[0])
+            limit = others[0][0] - self.costs.log2(least.kind) if others else math.inf
+            self.evictions[least.kind] += least.evict(missing, limit)
         return True

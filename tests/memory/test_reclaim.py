@@ -44,10 +44,15 @@ class Holder:
     def least_usage(self) -> float:
         return self.idle.least().usage
 
-    def evict_least(self) -> None:
-        thing = self.idle.pop()
-        self._reclaim.pool.release(thing.pages)
-        self.evicted.append(thing.name)
+    def evict(self, pages: int, limit: float) -> int:
+        freed = gone = 0
+        while freed < pages and self.idle and (not gone or self.idle.least().usage <= limit):
+            thing = self.idle.pop()
+            freed += len(thing.pages)
+            self._reclaim.pool.release(thing.pages)
+            self.evicted.append(thing.name)
+            gone += 1
+        return gone
 
 
 def holders(num_pages: int) -> tuple[Reclaimer, Holder, Holder]:
@@ -120,6 +125,19 @@ def test_pages_are_freed_in_batches() -> None:
         assert reclaim.pool.allocate(1, "kv") is not None
         rounds.append(len(prefixes.evicted) - before)
     assert rounds == [11, *[0] * 10] * 4
+
+
+def test_kinds_are_evicted_in_the_order_of_value_within_one_batch() -> None:
+    reclaim, adapters, prefixes = holders(7)
+    for i in range(3):
+        pass_time(reclaim, HALF_LIFE)
+        adapters.keep(f"a{i}", 1)
+        pass_time(reclaim, HALF_LIFE)
+        prefixes.keep(f"p{i}", 1)
+    assert reclaim.make_room(3)
+    assert (adapters.evicted, prefixes.evicted) == (["a0", "a1"], ["p0"])
+    assert reclaim.make_room(6)
+    assert (adapters.evicted, prefixes.evicted) == (["a0", "a1", "a2"], ["p0", "p1", "p2"])
 
 
 def test_nothing_goes_where_it_would_not_be_enough() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.weights import load_model_config, resolve_model
+from tests.conftest import TINY_CONFIG
 from tests.engine.test_engine import make_engine
 from tests.lora.peft_files import write_peft_adapter
 
@@ -123,15 +125,30 @@ def test_a_reloaded_adapter_does_not_meet_its_predecessor_s_cache(
     cached.check_integrity()
 
 
-def test_prompts_rotated_by_their_own_length_are_not_shared(tiny_model_dir: Path) -> None:
-    engine = make_engine(tiny_model_dir)
-    short, long = list(range(40)), list(range(100))
-    engine._prefixes._max_prompt_tokens = 64
-    for prompt, hits in ((short, 32), (long, 0)):
-        engine.generate([prompt], None, GREEDY)
-        before = engine.stats().prefix_hit_tokens
-        engine.generate([prompt], None, GREEDY)
-        assert engine.stats().prefix_hit_tokens - before == hits
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 64,
+            "factor": 4.0,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_prompts_rotated_by_their_own_length_are_not_shared(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    longest = 64 if scaling["rope_type"] == "dynamic" else 256  # dynamic stretches it by its factor
+    config = TINY_CONFIG | {"rope_scaling": scaling, "max_position_embeddings": longest}
+    scaling["short_factor"], scaling["long_factor"] = ([f] * (config["head_dim"] // 2) for f in (1.0, 4.0))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain, cached = (make_engine(tmp_path, enable_prefix_caching=on) for on in (False, True))
+    params = dataclasses.replace(GREEDY, max_tokens=40)
+    prompt = [(5 * i) % 300 for i in range(120)]
+    for n, hits in ((40, 0), (60, 32), (100, 0), (100, 0), (120, 0), (60, 48)):
+        out = cached.generate([prompt[:n]], None, params)[0]
+        assert out.token_ids == plain.generate([prompt[:n]], None, params)[0].token_ids
+        assert out.metrics.num_cached_tokens == hits
 
 
 def test_sequences_of_one_request_share_its_prompt(cached: Engine) -> None:

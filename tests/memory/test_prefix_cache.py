@@ -163,6 +163,20 @@ def test_prompts_that_must_not_share_leave_nothing_behind(fields: dict[str, Any]
     cache.check()
 
 
+def test_tokens_are_compared_not_their_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Colliding(bytes):
+        def __hash__(self) -> int:
+            return 7
+
+    keys = PrefixCache._keys
+    monkeypatch.setattr(PrefixCache, "_keys", lambda *args: [Colliding(key) for key in keys(*args)])
+    cache = Cache()
+    for tokens in ([1] * 9, [2] * 9, [1] * 4 + [2] * 5):
+        assert cache.run(tokens) == (4 if tokens[0] != tokens[-1] else 0)
+        assert cache.run(tokens) == 8
+    cache.check()
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     st.lists(

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 
 import jax
@@ -281,7 +281,7 @@ class Engine:
             )
         old = self._adapters.find(name) if replace else None
         if old is not None and old.pinned:
-            self._check_pinned(self._adapters.pinned_pages(beside=old) + need, f"adapter '{name}' is pinned")
+            self._check_pinned(self._adapters.pinned - {old}, need, f"adapter '{name}' is pinned")
         return self._adapters.info(
             self._adapters.register(name, prepared.path, prepared.packed, replace=replace)
         )
@@ -293,8 +293,7 @@ class Engine:
         requests under way would not fit beside what is pinned.
         """
         adapter = self._adapters.get(name)
-        pages = self._adapters.pinned_pages(beside=adapter) + adapter.num_pages
-        self._check_pinned(pages, f"adapter '{name}' cannot be pinned", adapter)
+        self._check_pinned(self._adapters.pinned | {adapter}, 0, f"adapter '{name}' cannot be pinned")
         self._adapters.set_pinned(adapter, True)
         return self._adapters.info(adapter)
 
@@ -455,15 +454,13 @@ class Engine:
         self._runner.write_adapter(adapter.packed.pages, adapter.pages)
         self._reclaim.costs.measured("adapter", len(adapter.pages), time.perf_counter() - started)
 
-    def _check_pinned(self, pages: int, what: str, adapter: Adapter | None = None) -> None:
-        """Raise ValueError where a request under way would not fit beside so many pinned pages (in which
-        `adapter` is counted).
-        """
-        usable = self._pool.num_usable
+    def _check_pinned(self, pinned: Set[Adapter], new: int, what: str) -> None:
+        """Raise ValueError where a request under way would not fit beside these, and `new` pages, pinned."""
+        usable, pages = self._pool.num_usable, new + sum(a.num_pages for a in pinned)
         for request in self._requests.values():
             own = request.adapter
             need = pages + max(self._scheduler.pages_for(s.max_len) for s in request.sequences)
-            if own is not None and own is not adapter and not own.pinned:
+            if own is not None and own not in pinned:
                 need += own.num_pages
             if need > usable:
                 raise ValueError(

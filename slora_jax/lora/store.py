@@ -143,6 +143,11 @@ class AdapterStore:
         (self._pinned.add if pinned else self._pinned.discard)(adapter)
         self._set_idle(adapter)
 
+    @property
+    def pinned(self) -> frozenset[Adapter]:
+        """Adapters of pinned names."""
+        return frozenset(self._pinned)
+
     def pinned_pages(self, beside: Adapter | None = None) -> int:
         """Pages that pinned names may keep for ever, those of `beside` left out."""
         return sum(a.num_pages for a in self._pinned if a is not beside)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slora_jax import SamplingParams, UnknownAdapterError
+from slora_jax import EngineConfig, SamplingParams, UnknownAdapterError
 from slora_jax.engine import Engine
 from slora_jax.memory.reclaim import HolderKind, PageCosts
+from slora_jax.weights import load_model_config, resolve_model
 from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
 from tests.engine.test_engine_properties import VOCAB, simulated_engine
+from tests.lora.peft_files import write_peft_adapter
 
 FOUR = SamplingParams(max_tokens=4)
 
@@ -105,6 +108,22 @@ def test_a_pin_is_the_name_s_and_ends_with_it() -> None:
     assert [a.pinned for a in engine.adapters()] == [False]
 
 
+def test_names_in_the_config_are_pinned_from_the_start(tiny_model_dir: Path, tmp_path: Path) -> None:
+    shape = load_model_config(resolve_model(tiny_model_dir, "dummy"))
+    write_peft_adapter(tmp_path / "a", shape, {"q_proj": 8})
+    folders = dict.fromkeys(("a", "b"), tmp_path / "a")
+
+    def start(*names: str) -> Engine:
+        config = EngineConfig(dtype="float32", load_format="dummy", num_pages=60, pinned_adapters=names)
+        return Engine.from_pretrained(tiny_model_dir, folders, config)
+
+    assert {a.name: a.pinned for a in start("b").adapters()} == {"a": False, "b": True}
+    with pytest.raises(UnknownAdapterError, match="'c' is not registered"):
+        start("b", "c")
+    with pytest.raises(ValueError, match="pinned_adapters must be a list of adapters' names, got 'b'"):
+        EngineConfig(pinned_adapters="b")  # type: ignore[arg-type]
+
+
 def test_pins_leave_room_for_every_request_that_was_accepted() -> None:
     engine = engine_with(8, 8, num_pages=30)
     pages = engine.adapters()[0].pages
@@ -115,7 +134,7 @@ def test_pins_leave_room_for_every_request_that_was_accepted() -> None:
         engine.pin_adapter("a0")
     engine.pin_adapter("a1")  # its own pages are not counted twice
     with pytest.raises(ValueError, match="adapter 'a1' is pinned: request"):
-        load(engine, "a1", 9, rank=16)
+        load(engine, "a1", 9)  # both generations would be needed until the request ends
     engine.abort(request)
     with pytest.raises(ValueError, match=f"the pool has 29 less {pages} of pinned adapters"):
         engine.add_request([1] * 8, None, SamplingParams(max_tokens=80))

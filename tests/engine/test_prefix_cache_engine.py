@@ -140,7 +140,7 @@ def test_a_reloaded_adapter_does_not_meet_its_predecessor_s_cache(
 def test_prompts_rotated_by_their_own_length_are_not_shared(tmp_path: Path, scaling: dict[str, Any]) -> None:
     longest = 64 if scaling["rope_type"] == "dynamic" else 256  # dynamic stretches it by its factor
     config = TINY_CONFIG | {"rope_scaling": scaling, "max_position_embeddings": longest}
-    scaling["short_factor"], scaling["long_factor"] = ([f] * (config["head_dim"] // 2) for f in (1.0, 4.0))
+    scaling["short_factor"], scaling["long_factor"] = ([factor] * 8 for factor in (1.0, 4.0))
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain, cached = (make_engine(tmp_path, enable_prefix_caching=on) for on in (False, True))
     params = dataclasses.replace(GREEDY, max_tokens=40)

@@ -79,13 +79,12 @@ class Engine:
         self._pool = PagePool(size.num_pages)
         self._reclaim = Reclaimer(self._pool)
         self._prefixes = PrefixCache(
-            self._pool,
             self._reclaim,
             config.page_tokens,
             enabled=config.enable_prefix_caching,
             max_prompt_tokens=Rope.from_config(model_config).length_independent_up_to,
         )
-        self._adapters = AdapterStore(self._pool, self._reclaim, on_freed=self._prefixes.drop)
+        self._adapters = AdapterStore(self._reclaim, on_freed=self._prefixes.drop)
         self._runner = ModelRunner(
             model_config, config, mesh, self._layout, size.num_pages, size.max_model_len, params
         )

@@ -17,7 +17,6 @@ from typing import Literal
 
 from slora_jax.errors import AdapterExistsError, UnknownAdapterError
 from slora_jax.lora.packing import PackedAdapter
-from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.reclaim import HolderKind, IdleHeap, Reclaimer
 from slora_jax.outputs import AdapterInfo
 
@@ -51,10 +50,8 @@ class AdapterStore:
 
     kind: HolderKind = "adapter"
 
-    def __init__(
-        self, pool: PagePool, reclaim: Reclaimer, on_freed: Callable[[int], None] = lambda _: None
-    ) -> None:
-        self._pool, self._reclaim, self._on_freed = pool, reclaim, on_freed
+    def __init__(self, reclaim: Reclaimer, on_freed: Callable[[int], None]) -> None:
+        self._pool, self._reclaim, self._on_freed = reclaim.pool, reclaim, on_freed
         self._by_name: dict[str, Adapter] = {}
         self._draining: list[Adapter] = []
         self._resident: dict[int, Adapter] = {}  # by generation
@@ -127,8 +124,8 @@ class AdapterStore:
         """A sequence starts to run on its pages (it must be resident)."""
         assert adapter.pages is not None
         adapter.pins += 1
-        self._reclaim.used(adapter)
         self._set_idle(adapter)
+        self._reclaim.used(adapter)
 
     def unpin(self, adapter: Adapter) -> None:
         assert adapter.pins > 0

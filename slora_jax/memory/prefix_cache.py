@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.reclaim import HolderKind, IdleHeap, Reclaimer
 
 if TYPE_CHECKING:
@@ -53,14 +52,13 @@ class PrefixCache:
 
     def __init__(
         self,
-        pool: PagePool,
         reclaim: Reclaimer,
         page_tokens: int,
         *,
         enabled: bool = True,
         max_prompt_tokens: int | None = None,
     ) -> None:
-        self._pool, self._reclaim, self._page_tokens = pool, reclaim, page_tokens
+        self._pool, self._reclaim, self._page_tokens = reclaim.pool, reclaim, page_tokens
         self._enabled, self._max_prompt_tokens = enabled, max_prompt_tokens
         self._roots: dict[int, CachedPage] = {}  # by generation
         self._idle_leaves: IdleHeap[CachedPage] = IdleHeap()

@@ -25,7 +25,7 @@ class Cache:
     def __init__(self, num_pages: int = 40, **fields: Any) -> None:
         self.pool = PagePool(num_pages)
         self.reclaim = Reclaimer(self.pool)
-        self.prefixes = PrefixCache(self.pool, self.reclaim, SIZE, **fields)
+        self.prefixes = PrefixCache(self.reclaim, SIZE, **fields)
         self.running: list[Sequence] = []
 
     def start(self, tokens: list[int], generation: int = 0) -> Sequence:

@@ -1,7 +1,7 @@
 """The engine on dummy-weight Llama shapes: decode-step time against its byte floor, and offline throughput.
 
-    python -m benchmarks.bench_engine decode --model llama-2-7b --batch 256 --context 400 --distinct 0 256
-    --ranks 16 python -m benchmarks.bench_engine offline --model llama-2-7b --setting S2 --n 0 100 1000
+    python -m benchmarks.bench_engine decode --model llama-2-7b --batch 256 --distinct 0 256 --ranks 16
+    python -m benchmarks.bench_engine offline --model llama-2-7b --setting S2 --n 0 100 1000
 
 Offline: requests submitted at once, input and output lengths uniform in [8, 512], output length forced,
 adapter i of n drawn with P(i) proportional to 1 / (i + 1) ("zipf") or uniformly; LoRA on q, k, v, o; at most
@@ -14,6 +14,7 @@ benchmarks/results/engine.jsonl.
 from __future__ import annotations
 
 import argparse
+import functools
 import glob
 import json
 import re
@@ -31,6 +32,7 @@ from benchmarks.record import record
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.engine import Engine, PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
+from slora_jax.scheduler import StepPlan
 
 COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
 MODELS: dict[str, dict[str, Any]] = {
@@ -133,62 +135,94 @@ def offline(args: argparse.Namespace) -> None:
 
 
 def decode(args: argparse.Namespace) -> None:
-    """Milliseconds of a steady decode step, against the bytes it must read."""
-    engine = make_engine(
-        args.model, max_batch=args.batch, max_model_len=args.context + 400, max_step_tokens=8192
-    )
-    vocab, layout = engine.model_config.vocab_size, engine._layout
-    params = sum(leaf.nbytes for leaf in engine._runner.parameters())
-    for distinct in args.distinct:
-        rng = np.random.default_rng(0)
-        names = register_adapters(engine, args.ranks, distinct)
-        for i in range(args.batch):
-            prompt = rng.integers(0, vocab, args.context - args.steps).tolist()
-            sampling = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
-            engine.add_request(prompt, names[i % distinct] if distinct else None, sampling)
-        while engine.stats().num_waiting or any(s.remaining > 1 for s in engine._scheduler.running):
-            engine.step()
-        for _ in range(5):
-            engine.step()
-        jax.block_until_ready(engine._runner.pool)
-        with tempfile.TemporaryDirectory() as trace:
-            started = time.perf_counter()
-            for _ in range(args.steps - 10):
-                engine.step()
-            jax.block_until_ready(engine._runner.pool)
-            milliseconds = (time.perf_counter() - started) / (args.steps - 10) * 1e3
-            jax.profiler.start_trace(trace)
-            for _ in range(5):
-                engine.step()
-            jax.block_until_ready(engine._runner.pool)
-            jax.profiler.stop_trace()
-            profile = read_profile(trace)
-        tokens = sum(s.num_computed for s in engine._scheduler.running)
-        kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
-        adapters = sum(
-            sum(
-                a.packed.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m]) for m in MODULES
-            )
-            for a in engine._adapters.resident
-            if a.packed is not None and a.pins
-        )
-        floor = (params + kv + adapters * layout.n_layers * 2) / COPY_BANDWIDTH * 1e3
-        for request in list(engine._requests):
-            engine.abort(request)
-        while engine.has_unfinished():
-            engine.step()
-        case = {"model": args.model, "batch": args.batch, "context": args.context}
-        case |= {"distinct": distinct, "ranks": args.ranks if distinct else []}
-        extra = {
-            "floor_ms": round(floor, 3),
-            "mean_context": tokens / args.batch,
-            **profile,
-            "backend": engine._runner.backend.name,
-        }
-        record("engine", "decode_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
-        print(f"decode_step {case}: {milliseconds:.2f} ms, {extra}", flush=True)
+    """Milliseconds of a steady decode step, against the bytes it must read, for each combination."""
+    engine = make_engine(args.model, max_batch=max(args.batch), max_model_len=args.context + 400)
+    engine._runner._pool = fill_randomly(engine._runner.pool)
+    for mix in args.ranks:
+        ranks = [int(r) for r in mix.split("/")]
+        names = register_adapters(engine, ranks, max(args.distinct))
+        for batch in args.batch:
+            for distinct in args.distinct:
+                if distinct <= batch and (distinct or mix == args.ranks[0]):
+                    measure_decode(engine, args, batch, names[:distinct], ranks)
         for name in names:
             engine.unload_adapter(name)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def fill_randomly(pool: jax.Array) -> jax.Array:
+    """64 random pages over and over: zeros would be read and multiplied faster than data."""
+    pages = jax.random.normal(jax.random.key(1), (64, pool.shape[2]), pool.dtype)
+    return jnp.broadcast_to(pages[jnp.arange(pool.shape[1]) % 64], pool.shape)
+
+
+def start_decoding(engine: Engine, batch: int, context: int, names: Sequence[str]) -> None:
+    """Sequences whose `context` tokens lie in the pool already (whatever it holds), one to go for each."""
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    scheduler = engine._scheduler
+    for i in range(batch):
+        prompt = rng.integers(0, engine.model_config.vocab_size, context).tolist()
+        engine.add_request(prompt, names[i % len(names)] if names else None, sampling)
+    for sequence in list(scheduler.waiting):
+        assert scheduler._admit(sequence), "the pool is too small for this batch"
+        assert scheduler._ensure_pages(StepPlan([], []), sequence, context)
+        sequence.num_computed = context - 1
+
+
+def measure_decode(
+    engine: Engine, args: argparse.Namespace, batch: int, names: Sequence[str], ranks: Sequence[int]
+) -> None:
+    """One line of `decode_step`."""
+    layout, runner = engine._layout, engine._runner
+    start_decoding(engine, batch, args.context - args.steps // 2, names)
+
+    def run(steps: int) -> float:
+        """Seconds a step, the device's work included."""
+        jax.block_until_ready(runner.pool)
+        started = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        jax.block_until_ready(runner.pool)
+        return (time.perf_counter() - started) / steps
+
+    started = time.perf_counter()
+    run(4)
+    compiling = time.perf_counter() - started
+    milliseconds = 1e3 * run(args.steps)
+    tokens = sum(s.num_computed for s in engine._scheduler.running) - batch * args.steps // 2
+    with tempfile.TemporaryDirectory() as trace:
+        jax.profiler.start_trace(trace)
+        run(5)
+        jax.profiler.stop_trace()
+        profile = read_profile(trace)
+    params = sum(leaf.nbytes for leaf in runner.parameters())
+    kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
+    adapters = (
+        layout.n_layers
+        * 2
+        * sum(
+            a.packed.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m])
+            for a in engine._adapters.resident
+            if a.packed is not None and a.pins
+            for m in MODULES
+        )
+    )
+    for request in list(engine._requests):
+        engine.abort(request)
+    while engine.has_unfinished():
+        engine.step()
+    case = {"model": args.model, "batch": batch, "context": args.context, "distinct": len(names)}
+    case["ranks"] = "/".join(map(str, ranks)) if names else ""
+    extra = {
+        "floor_ms": round((params + kv + adapters) / COPY_BANDWIDTH * 1e3, 3),
+        "adapter_floor_ms": round(adapters / COPY_BANDWIDTH * 1e3, 3),
+        "mean_context": round(tokens / batch, 1),
+        **profile,
+        "backend": runner.backend.name,
+    }
+    record("engine", "decode_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
+    print(f"decode_step {case}: {milliseconds:.2f} ms (first steps {compiling:.0f} s), {extra}", flush=True)
 
 
 def read_profile(folder: str) -> dict[str, Any]:
@@ -240,11 +274,13 @@ def main() -> None:
     command.add_argument("--requests", type=int, default=1000)
     command.set_defaults(run=offline)
     step = commands.add_parser("decode", help="milliseconds of a steady decode step")
-    step.add_argument("--batch", type=int, default=256)
+    step.add_argument("--batch", type=int, nargs="+", default=[256])
     step.add_argument("--context", type=int, default=400)
     step.add_argument("--distinct", type=int, nargs="+", default=[0], help="distinct adapters in the batch")
-    step.add_argument("--ranks", type=int, nargs="+", default=[16])
-    step.add_argument("--steps", type=int, default=60)
+    step.add_argument(
+        "--ranks", nargs="+", default=["16"], help="mixes of ranks that take turns: 16, 64/32/16/8"
+    )
+    step.add_argument("--steps", type=int, default=40)
     step.set_defaults(run=decode)
     for one in (command, step):
         one.add_argument("--model", choices=tuple(MODELS), default="llama-2-7b")

@@ -94,6 +94,8 @@ class _Shape(NamedTuple):
     chunk: int
     scale: float
     auto_barriers: bool
+    prefetch: bool
+    clear: bool
     p_in_smem: bool  # the interpreter has no wgmma with a register operand
 
     @property
@@ -122,6 +124,8 @@ def decode_attention(
     stages: int = STAGES,
     chunk: int | None = None,
     auto_barriers: bool = False,
+    prefetch: bool = True,
+    clear: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -159,6 +163,8 @@ def decode_attention(
         chunk=chunk,
         scale=scale,
         auto_barriers=auto_barriers,
+        prefetch=prefetch,
+        clear=clear,
         p_in_smem=interpret is not None,
     )
     plan = plan_decode(kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS)
@@ -314,14 +320,20 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 opens = (c == 0) | (i == 0)
                 used = c >= stages
                 mine = part * pages_each < z.pages
+                if not z.prefetch:
+                    seq, n = read(j)
+                    ids = page_ids(seq, i)
                 pl.when(used)(lambda: plgpu.barrier_wait(k_free.at[to * stages + slot]))
                 # q's slot is free: every chunk before c - stages + 1 has been multiplied with its own.
                 pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
                 pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
                 # Loads of the next chunk's place travel while V's stage is awaited.
                 there = after(j, head, i, n)
-                next_seq, next_n = read(there[0])
-                next_ids = page_ids(next_seq, there[2])
+                if z.prefetch:
+                    next_seq, next_n = read(there[0])
+                    next_ids = page_ids(next_seq, there[2])
+                else:
+                    next_seq, next_n, next_ids = seq, n, ids
                 pl.when(used)(lambda: plgpu.barrier_wait(v_free.at[to * stages + slot]))
                 pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
                 return there, next_seq, next_n, next_ids, segment + opens.astype(jnp.int32)
@@ -367,7 +379,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                     operand = p_s.at[wg]
                 plgpu.barrier_wait(v_bar.at[at])
 
-                @pl.when((i + 1) * chunk > n)
+                @pl.when(((i + 1) * chunk > n) & z.clear)
                 def _() -> None:  # another's leftovers may be NaN, which a weight of 0 does not hide
                     row = plgpu.broadcasted_iota(jnp.int32, (chunk, e), 0, layout=plgpu.Layout.WGMMA)
                     v = plgpu.load(v_s.at[wg, slot], layout=plgpu.Layout.WGMMA, optimized=False)

@@ -185,7 +185,8 @@ class EngineConfig:
     max_lora_rank: int = _option(256, "highest rank that an adapter may have")
     tensor_parallel_size: int = _option(1, "devices that share the model")
     kernel_backend: KernelBackend = _option(
-        "auto", "kernels to run: xla (any device; what auto means today) or mosaic (a Hopper GPU, bfloat16)"
+        "auto",
+        "kernels to run: xla (any device), mosaic (a Hopper GPU, bfloat16), auto (mosaic where it can be)",
     )
     load_format: LoadFormat = _option(
         "auto", "form of the checkpoint; auto tells from the files, dummy makes random weights"

@@ -26,7 +26,7 @@ from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.packing import PackedAdapter, pack_adapter
 from slora_jax.lora.peft import read_adapter
 from slora_jax.lora.store import Adapter, AdapterStore
-from slora_jax.memory.layout import PageLayout
+from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.sizing import PoolSize, size_pool
 from slora_jax.outputs import (
@@ -306,8 +306,14 @@ class Engine:
         )
 
     def warmup(self, progress: Progress | None = None) -> None:
-        """Compile the shapes of usual steps now; the others compile when first met."""
-        self._runner.warmup(self._runner.buckets.usual(), progress)
+        """Compile the shapes of usual steps now; the others compile when first met.
+
+        Those with LoRA are compiled for the modules that the registered adapters target, for all modules
+        where none is registered.
+        """
+        packed = [a.packed for a in self._adapters if a.packed is not None]
+        targets = {m for p in packed for m in p.target_modules} or set(MODULES)
+        self._runner.warmup((i for i, group in enumerate(GROUPS) if targets & set(group)), progress)
 
     def check_integrity(self) -> None:
         """Prove that pages, slots, pins and requests add up; raises AssertionError saying what does not."""

@@ -27,11 +27,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from benchmarks.record import record
 from slora_jax import EngineConfig, SamplingParams
+from slora_jax.batch import StepShape
 from slora_jax.engine import Engine, PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
+from slora_jax.memory.layout import GROUPS
 from slora_jax.scheduler import StepPlan
 
 COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
@@ -46,6 +49,8 @@ MODELS: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 512},
 }  # fmt: skip
 SETTINGS = {"none": (), "S1": (8,), "S2": (64, 32, 16, 8), "S4": (64, 32, 16)}
+MAX_MODEL_LEN = 1040
+WARM_UP = 300  # requests
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARES = {  # kernels of a profile by what they do
     "gemm": r"gemm|nvjet|cutlass|xmma|dot|cublas",
@@ -96,10 +101,40 @@ def run_all(engine: Engine, requests: Iterable[tuple[list[int], str | None, int]
     return tokens
 
 
+def offline_shapes(engine: Engine, *, adapters: bool) -> list[StepShape]:
+    """The shapes that most of these steps have, to be compiled in parallel; the warm-up compiles the rest."""
+    buckets, shapes = engine._runner.buckets, []
+    groups = engine._runner.expect(
+        {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)} if adapters else ()
+    )
+
+    def add(decodes: int, tokens: int, *items: int) -> None:
+        shape = buckets.fit(
+            decodes=decodes,
+            prefill_tokens=tokens,
+            prefill_seqs=int(tokens > 0),
+            pages=buckets.pages[-1],
+            bias=0,
+        )
+        shapes.extend(buckets.with_lora(shape, (n,), groups) for n in items) if adapters else shapes.append(
+            shape
+        )
+
+    most = engine.config.max_batch_size
+    add(most, 0, 256, 1024)
+    add(most, buckets.prefill_tokens[-1], 256, 1024)
+    add(0, buckets.prefill_tokens[-1], 256)
+    for tokens in buckets.prefill_tokens[:-1]:
+        add(most, tokens, 256)
+    for rows in buckets.decode_rows[:-1]:
+        add(rows, 0, 256 if rows > 32 else 64)
+    return shapes
+
+
 def offline(args: argparse.Namespace) -> None:
     """Requests/s of the workload for each n."""
     ranks = SETTINGS[args.setting]
-    engine = make_engine(args.model, max_batch=256, max_model_len=1040)
+    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN)
     vocab = engine.model_config.vocab_size
     for n in args.n:
         rng = np.random.default_rng(42)
@@ -110,8 +145,10 @@ def offline(args: argparse.Namespace) -> None:
             length_in, length_out = rng.integers(8, 513, 2)
             name = names[rng.choice(n, p=weights / weights.sum())] if n else None
             requests.append((rng.integers(0, vocab, length_in).tolist(), name, int(length_out)))
-        before = engine._runner.compilations
-        run_all(engine, requests[:300])
+        started, before = time.perf_counter(), engine._runner.compilations
+        engine._runner.compile(offline_shapes(engine, adapters=bool(n)))
+        run_all(engine, requests[:WARM_UP])
+        print(f"compiled and warm after {time.perf_counter() - started:.0f} s", flush=True)
         warm = engine._runner.compilations
         loads, started = engine.stats().adapter_loads, time.perf_counter()
         tokens = run_all(engine, requests)
@@ -136,7 +173,8 @@ def offline(args: argparse.Namespace) -> None:
 
 def decode(args: argparse.Namespace) -> None:
     """Milliseconds of a steady decode step, against the bytes it must read, for each combination."""
-    engine = make_engine(args.model, max_batch=max(args.batch), max_model_len=args.context + 400)
+    longest = max(args.context + 2 * args.steps, MAX_MODEL_LEN)
+    engine = make_engine(args.model, max_batch=max(args.batch), max_model_len=longest)
     engine._runner._pool = fill_randomly(engine._runner.pool)
     for mix in args.ranks:
         ranks = [int(r) for r in mix.split("/")]
@@ -151,9 +189,13 @@ def decode(args: argparse.Namespace) -> None:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def fill_randomly(pool: jax.Array) -> jax.Array:
-    """64 random pages over and over: zeros would be read and multiplied faster than data."""
+    """64 random pages over and over, in place: zeros would be read and multiplied faster than data."""
     pages = jax.random.normal(jax.random.key(1), (64, pool.shape[2]), pool.dtype)
-    return jnp.broadcast_to(pages[jnp.arange(pool.shape[1]) % 64], pool.shape)
+    layer = pages[jnp.arange(pool.shape[1]) % 64][None]
+    filled: jax.Array = lax.fori_loop(
+        0, pool.shape[0], lambda i, p: lax.dynamic_update_slice(p, layer, (i, 0, 0)), pool
+    )
+    return filled
 
 
 def start_decoding(engine: Engine, batch: int, context: int, names: Sequence[str]) -> None:

@@ -86,6 +86,7 @@ class Engine:
             ),
             max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
             page_tokens=config.page_tokens,
+            prefill_delay_steps=config.prefill_delay_steps,
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters, self._write_adapter)
         eos = {*model_config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}

@@ -34,8 +34,8 @@ from slora_jax.step import (
 Result = tuple[jax.Array, SlotState, StepOutput]
 
 # How XLA compiles for a GPU. A step is one CUDA graph: without "CONDITIONAL" and "WHILE" the sampler's
-# conditionals cut it into several, and the host waits for the device at each. GEMMs are cuBLASLt's, autotuned;
-# XLA's Triton GEMMs take long to compile and are not faster at these shapes.
+# conditionals cut it into several, and the host waits for the device at each. GEMMs are cuBLASLt's, which
+# XLA tries on the device; its Triton GEMMs would take long to compile.
 GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"

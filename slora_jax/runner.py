@@ -150,7 +150,11 @@ class ModelRunner:
 
     def warmup(self, lora_groups: Iterable[int], progress: Progress | None = None) -> None:
         """Compile the usual shapes, with LoRA for these groups of modules."""
-        self.compile(self.buckets.usual(self._batches.expect(lora_groups)), progress)
+        self.compile(self.buckets.usual(self.expect(lora_groups)), progress)
+
+    def expect(self, lora_groups: Iterable[int]) -> tuple[int, ...]:
+        """See `BatchBuilder.expect`."""
+        return self._batches.expect(lora_groups)
 
     def compile(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
         """Compile the programs of shapes in threads; `progress("compiling", done, total)`."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.request import Sequence
+
+NEARLY_FULL = 0.9  # of max_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ class SchedulerLimits:
     max_chunk_tokens: int
     max_prefill_seqs: int
     page_tokens: int
+    prefill_delay_steps: int
 
 
 class Scheduler:
@@ -72,6 +76,7 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
+        self._delayed = 0  # steps in a row that took no prompt though there was room
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -90,6 +95,10 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is not None and sequence.remaining > 1:
                 self._take(plan, sequence)
+        if self._delays_prompts(plan):
+            self._delayed += 1
+            return self._commit(plan)
+        self._delayed = 0
         while self.waiting and self._has_budget(plan) and self._admit(self.waiting[0]):
             self._take(plan, self.running[-1])
         return self._commit(plan)
@@ -122,6 +131,20 @@ class Scheduler:
             )
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
+
+    def _delays_prompts(self, plan: StepPlan) -> bool:
+        """Whether a nearly full batch lets prompts gather, for some steps, until they fill one.
+
+        Sequences end one by one. A prefill for each as its slot falls free would read the weights and pad the
+        step for a few tokens every time; eight together cost little more than one.
+        """
+        limits = self._limits
+        if plan.prefills or len(plan.decodes) < NEARLY_FULL * limits.max_batch_size:
+            return False
+        ready = itertools.islice(self.waiting, len(self._slots))
+        tokens = sum(s.remaining for s in ready)
+        room = min(limits.max_step_tokens - plan.num_tokens, limits.max_chunk_tokens)
+        return 0 < tokens < room and self._delayed < limits.prefill_delay_steps
 
     def _has_budget(self, plan: StepPlan) -> bool:
         return (

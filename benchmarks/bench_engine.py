@@ -35,6 +35,7 @@ from slora_jax.batch import StepShape
 from slora_jax.engine import Engine, PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
 from slora_jax.memory.layout import GROUPS
+from slora_jax.programs import GPU_OPTIONS
 from slora_jax.scheduler import StepPlan
 
 COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
@@ -212,6 +213,39 @@ def start_decoding(engine: Engine, batch: int, context: int, names: Sequence[str
         sequence.num_computed = context - 1
 
 
+def mixed(args: argparse.Namespace) -> None:
+    """Milliseconds of a step that decodes for nearly a full batch and prefills prompts of 226 tokens."""
+    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN)
+    runner = engine._runner
+    runner._pool = fill_randomly(runner.pool)
+    start_decoding(engine, 240, args.context - args.steps // 2, [])
+    room, rng = runner.buckets.mixed_prefill_tokens, np.random.default_rng(0)
+
+    def run(steps: int) -> float:
+        """Seconds a step."""
+        jax.block_until_ready(runner.pool)
+        started = time.perf_counter()
+        for _ in range(steps):
+            for size in (room // 8,) * 8:
+                prompt = rng.integers(0, engine.model_config.vocab_size, size).tolist()
+                engine.add_request(prompt, None, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+            engine.step()
+        jax.block_until_ready(runner.pool)
+        return (time.perf_counter() - started) / steps
+
+    run(4)
+    milliseconds, computed = 1e3 * run(args.steps), engine.stats().last_step_tokens
+    with tempfile.TemporaryDirectory() as trace:
+        jax.profiler.start_trace(trace)
+        run(4)
+        jax.profiler.stop_trace()
+        profile = read_profile(trace, 4)
+    case = {"model": args.model, "decodes": 240, "context": args.context, "prompt_tokens": room // 8 * 8}
+    extra = {"tokens_of_last_step": computed, **profile, "backend": runner.backend.name}
+    record("engine", "mixed_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
+    print(f"mixed_step {case}: {milliseconds:.2f} ms, {extra}", flush=True)
+
+
 def measure_decode(
     engine: Engine, args: argparse.Namespace, batch: int, names: Sequence[str], ranks: Sequence[int]
 ) -> None:
@@ -237,7 +271,7 @@ def measure_decode(
         jax.profiler.start_trace(trace)
         run(5)
         jax.profiler.stop_trace()
-        profile = read_profile(trace)
+        profile = read_profile(trace, 5)
     params = sum(leaf.nbytes for leaf in runner.parameters())
     kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
     adapters = (
@@ -267,7 +301,7 @@ def measure_decode(
     print(f"decode_step {case}: {milliseconds:.2f} ms (first steps {compiling:.0f} s), {extra}", flush=True)
 
 
-def read_profile(folder: str) -> dict[str, Any]:
+def read_profile(folder: str, steps: int) -> dict[str, Any]:
     """Share of the traced time that the GPU idles, and the shares of its busy time by kind of kernel."""
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     spans: list[tuple[float, float, str]] = []
@@ -290,9 +324,24 @@ def read_profile(folder: str) -> dict[str, Any]:
     shares = {k: round(v / sum(total.values()), 3) for k, v in sorted(total.items())}
     top: dict[str, float] = {}
     for start, stop, name in spans:
-        top[name] = top.get(name, 0.0) + (stop - start) / 5e6
+        top[name] = top.get(name, 0.0) + (stop - start) / (steps * 1e6)
     largest = dict(sorted(((n[:60], round(v, 3)) for n, v in top.items()), key=lambda p: -p[1])[:12])
-    return {"idle_share": round(1 - busy / wall, 4), "shares": shares, "kernels_ms": largest}
+    return {
+        "idle_share": round(1 - busy / wall, 4),
+        "busy_ms": round(busy / steps / 1e6, 3),
+        "longest_gaps_us": gaps(spans),
+        "shares": shares,
+        "kernels_ms": largest,
+    }
+
+
+def gaps(spans: list[tuple[float, float, str]]) -> list[float]:
+    """The ten longest times, in microseconds, in which nothing ran."""
+    found, end = [], spans[0][0]
+    for start, stop, _ in spans:
+        found.append(start - end)
+        end = max(end, stop)
+    return [round(g / 1e3, 1) for g in sorted(found, reverse=True)[:10]]
 
 
 def gpu_name() -> str | None:
@@ -324,9 +373,17 @@ def main() -> None:
     )
     step.add_argument("--steps", type=int, default=40)
     step.set_defaults(run=decode)
-    for one in (command, step):
+    both = commands.add_parser("mixed", help="milliseconds of a step of decodes and prompts")
+    both.add_argument("--context", type=int, default=400)
+    both.add_argument("--steps", type=int, default=20)
+    both.set_defaults(run=mixed)
+    for one in (command, step, both):
+        one.add_argument(
+            "--xla", nargs="+", default=[], metavar="OPTION=VALUE", help="compile with these too"
+        )
         one.add_argument("--model", choices=tuple(MODELS), default="llama-2-7b")
     args = parser.parse_args()
+    GPU_OPTIONS.update(option.split("=", 1) for option in args.xla)
     args.run(args)
 
 

@@ -252,6 +252,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         k_s: Any,  # bf16[consumers, stages, chunk, e]
         v_s: Any,
         o_s: Any,  # bf16[consumers, 64, e]
+        q_clean: Any,  # [consumers]
         q_bar: Any,  # [consumers * stages], as the following
         k_bar: Any,
         v_bar: Any,
@@ -339,6 +340,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 return there, next_seq, next_n, next_ids, segment + opens.astype(jnp.int32)
 
             seq, n = (stretch[(first_block + to) * 6 + at] for at in (4, 5))
+            pl.when(part == 0)(lambda: plgpu.barrier_wait(q_clean.at[to]))
             lax.fori_loop(0, count, step, (start, seq, n, page_ids(seq, start[2]), jnp.int32(0)))
 
             def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
@@ -352,6 +354,13 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             """A stretch of chunks, item by item."""
             block = first_block + wg
             count, start = begin(block)
+            # Rows of no query head are multiplied, too: as zeros, with weights of zero, they take little power.
+            for slot in range(stages):
+                q_s[wg, slot] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), bf16), plgpu.Layout.WGMMA)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(q_clean.at[wg])
+            row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=ROW)
+            first_top = jnp.where(row < z.rows, NO_SCORE, -NO_SCORE)
 
             def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
                 acc, top, total = carry
@@ -405,10 +414,9 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 length = jnp.minimum(steps - i, count - c)
                 plgpu.barrier_wait(q_bar.at[wg * stages + lax.rem(segment, stages)])
                 acc = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), f32), plgpu.Layout.WGMMA)
-                top = plgpu.layout_cast(jnp.full((TILE_ROWS,), NO_SCORE, f32), ROW)
                 total = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), f32), ROW)
                 step = functools.partial(chunk_step, c0=c, n=n, i0=i, segment=segment)
-                acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
+                acc, top, total = lax.fori_loop(0, length, step, (acc, first_top, total))
                 finish(block, acc, top, total, seq * z.n_kv + head, i == 0, i + length == steps)
                 return c + length, after(j, head, i + length - 1, n), segment + 1
 
@@ -472,6 +480,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         "k_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
         "v_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
         "o_s": plgpu.SMEM((z.consumers, TILE_ROWS, e), bf16),
+        "q_clean": plgpu.Barrier(num_barriers=z.consumers),
         "q_bar": plgpu.Barrier(num_barriers=each),
         "k_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
         "v_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),

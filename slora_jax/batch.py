@@ -332,6 +332,7 @@ class ShapeBuckets:
     prefill_tokens: tuple[int, ...]
     pages: tuple[int, ...]
     bias: tuple[int, ...]
+    mixed_prefill_tokens: int  # most prompt tokens of a step with decodes
     max_batch_size: int
     layout: PageLayout
     backend: Backend
@@ -349,10 +350,14 @@ class ShapeBuckets:
     ) -> ShapeBuckets:
         """Geometric ladders of the given ratio; fewer rungs compile less, more rungs pad less."""
         longest = -(-max_model_len // layout.page_tokens)
+        # A step with decodes has max_batch_size rows for them; with the largest rung beside, max_step_tokens.
+        mixed = max_step_tokens - max_batch_size
+        mixed = mixed if mixed >= max_step_tokens // 2 else max_step_tokens
         rungs = {-(-tokens // layout.page_tokens) for tokens in backend.context_rungs}
         return cls(
             decode_rows=_ladder(max_batch_size, 2, ratio),
-            prefill_tokens=_ladder(max_step_tokens, 32, ratio),
+            prefill_tokens=_prefill_ladder(mixed, max_step_tokens),
+            mixed_prefill_tokens=mixed,
             pages=(*sorted(n for n in rungs if n < longest), longest),
             # Never 0: XLA (jaxlib 0.11.2) crashes over an input of no elements that a shard_map does not use.
             bias=_ladder(max_batch_size * 1280, 64, 16),
@@ -441,6 +446,18 @@ def _ladder(limit: int, start: int, ratio: int) -> tuple[int, ...]:
         rungs.append(start)
         start *= ratio
     return (*rungs, limit)
+
+
+def _prefill_ladder(mixed: int, limit: int) -> tuple[int, ...]:
+    """The most that a step with decodes takes, a half, an eighth, a 32nd of it, ...; and `limit`.
+
+    Long steps are the usual ones (prompts gather), and their padding is the dearest.
+    """
+    rungs, rung = {mixed, limit}, mixed // 2
+    while rung > 16:
+        rungs.add(min(-(-rung // 32) * 32, limit))
+        rung //= 4
+    return tuple(sorted(rungs))
 
 
 def _rung(ladder: tuple[int, ...], need: int) -> int:

@@ -81,6 +81,7 @@ class Engine:
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
+            max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
             max_chunk_tokens=min(
                 config.prefill_chunk_tokens or config.max_step_tokens, config.max_step_tokens
             ),

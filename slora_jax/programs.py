@@ -41,6 +41,9 @@ GPU_OPTIONS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     ),
     "xla_gpu_enable_triton_gemm": False,
+    # XLA counts the pool twice, where it comes in and where it goes out updated in place, and would compute
+    # things again to save memory that is not short.
+    "xla_disable_hlo_passes": "rematerialization",
 }
 
 

@@ -57,6 +57,7 @@ class SchedulerLimits:
 
     max_batch_size: int
     max_step_tokens: int
+    max_mixed_prompt_tokens: int  # in a step with decodes
     max_chunk_tokens: int
     max_prefill_seqs: int
     page_tokens: int
@@ -143,20 +144,27 @@ class Scheduler:
             return False
         ready = itertools.islice(self.waiting, len(self._slots))
         tokens = sum(s.remaining for s in ready)
-        room = min(limits.max_step_tokens - plan.num_tokens, limits.max_chunk_tokens)
-        return 0 < tokens < room and self._delayed < limits.prefill_delay_steps
+        return (
+            0 < tokens < min(self._room(plan), limits.max_chunk_tokens)
+            and self._delayed < limits.prefill_delay_steps
+        )
+
+    def _room(self, plan: StepPlan) -> int:
+        """Tokens that chunks of prompts may still bring into a plan."""
+        limits = self._limits
+        room = limits.max_step_tokens - plan.num_tokens
+        if plan.decodes:
+            room = min(room, limits.max_mixed_prompt_tokens - sum(c.count for c in plan.prefills))
+        return room
 
     def _has_budget(self, plan: StepPlan) -> bool:
-        return (
-            plan.num_tokens < self._limits.max_step_tokens
-            and len(plan.prefills) < self._limits.max_prefill_seqs
-        )
+        return self._room(plan) > 0 and len(plan.prefills) < self._limits.max_prefill_seqs
 
     def _take(self, plan: StepPlan, sequence: Sequence) -> None:
         """Put as much of a running sequence into the plan as budget and pages allow."""
-        count = min(
-            sequence.remaining, self._limits.max_chunk_tokens, self._limits.max_step_tokens - plan.num_tokens
-        )
+        one = sequence.remaining == 1
+        room = self._limits.max_step_tokens - plan.num_tokens if one else self._room(plan)
+        count = min(sequence.remaining, self._limits.max_chunk_tokens, room)
         if count > 1 and len(plan.prefills) >= self._limits.max_prefill_seqs:
             return
         if count < 1 or not self._ensure_pages(plan, sequence, sequence.num_computed + count):

@@ -94,8 +94,7 @@ class _Shape(NamedTuple):
     chunk: int
     scale: float
     auto_barriers: bool
-    prefetch: bool
-    clear: bool
+    zero_rows: bool
     p_in_smem: bool  # the interpreter has no wgmma with a register operand
 
     @property
@@ -124,8 +123,7 @@ def decode_attention(
     stages: int = STAGES,
     chunk: int | None = None,
     auto_barriers: bool = False,
-    prefetch: bool = True,
-    clear: bool = True,
+    zero_rows: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -163,8 +161,7 @@ def decode_attention(
         chunk=chunk,
         scale=scale,
         auto_barriers=auto_barriers,
-        prefetch=prefetch,
-        clear=clear,
+        zero_rows=zero_rows,
         p_in_smem=interpret is not None,
     )
     plan = plan_decode(kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS)
@@ -321,26 +318,21 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 opens = (c == 0) | (i == 0)
                 used = c >= stages
                 mine = part * pages_each < z.pages
-                if not z.prefetch:
-                    seq, n = read(j)
-                    ids = page_ids(seq, i)
                 pl.when(used)(lambda: plgpu.barrier_wait(k_free.at[to * stages + slot]))
                 # q's slot is free: every chunk before c - stages + 1 has been multiplied with its own.
                 pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
                 pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
                 # Loads of the next chunk's place travel while V's stage is awaited.
                 there = after(j, head, i, n)
-                if z.prefetch:
-                    next_seq, next_n = read(there[0])
-                    next_ids = page_ids(next_seq, there[2])
-                else:
-                    next_seq, next_n, next_ids = seq, n, ids
+                next_seq, next_n = read(there[0])
+                next_ids = page_ids(next_seq, there[2])
                 pl.when(used)(lambda: plgpu.barrier_wait(v_free.at[to * stages + slot]))
                 pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
                 return there, next_seq, next_n, next_ids, segment + opens.astype(jnp.int32)
 
             seq, n = (stretch[(first_block + to) * 6 + at] for at in (4, 5))
-            pl.when(part == 0)(lambda: plgpu.barrier_wait(q_clean.at[to]))
+            if z.zero_rows:
+                pl.when(part == 0)(lambda: plgpu.barrier_wait(q_clean.at[to]))
             lax.fori_loop(0, count, step, (start, seq, n, page_ids(seq, start[2]), jnp.int32(0)))
 
             def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
@@ -354,13 +346,15 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             """A stretch of chunks, item by item."""
             block = first_block + wg
             count, start = begin(block)
-            # Rows of no query head are multiplied, too: as zeros, with weights of zero, they take little power.
-            for slot in range(stages):
-                q_s[wg, slot] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), bf16), plgpu.Layout.WGMMA)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(q_clean.at[wg])
-            row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=ROW)
-            first_top = jnp.where(row < z.rows, NO_SCORE, -NO_SCORE)
+            first_top = plgpu.layout_cast(jnp.full((TILE_ROWS,), NO_SCORE, f32), ROW)
+            if z.zero_rows:
+                # Rows of no head are multiplied, too: zeros with weights of zero take little power.
+                for slot in range(stages):
+                    q_s[wg, slot] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), bf16), plgpu.Layout.WGMMA)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(q_clean.at[wg])
+                row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=ROW)
+                first_top = jnp.where(row < z.rows, NO_SCORE, -NO_SCORE)
 
             def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
                 acc, top, total = carry
@@ -388,7 +382,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                     operand = p_s.at[wg]
                 plgpu.barrier_wait(v_bar.at[at])
 
-                @pl.when(((i + 1) * chunk > n) & z.clear)
+                @pl.when((i + 1) * chunk > n)
                 def _() -> None:  # another's leftovers may be NaN, which a weight of 0 does not hide
                     row = plgpu.broadcasted_iota(jnp.int32, (chunk, e), 0, layout=plgpu.Layout.WGMMA)
                     v = plgpu.load(v_s.at[wg, slot], layout=plgpu.Layout.WGMMA, optimized=False)

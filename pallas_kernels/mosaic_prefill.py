@@ -198,6 +198,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
             """The first token of the tile's window, and how many rows there are not the tile's."""
             before = lax.rem(start, ROW_ALIGNMENT)
             return pl.multiple_of(start - before, ROW_ALIGNMENT), before
+
         steps = lax.div(context + block_kv - 1, block_kv)
 
         def load(warp: Any) -> None:

@@ -255,7 +255,7 @@ CASES: list[Case] = [
     ),
 ]
 if os.environ.get("SLORA_BENCH_VARIANTS"):
-    for tuning in ({"prefetch": True}, {"prefetch": False}, {"clear": False}):
+    for tuning in ({"zero_rows": False}, {"zero_rows": True}):
         for shape in ((256, 400, 32, 32), (256, 400, 32, 8), (128, 1024, 32, 8)):
             CASES.append(_decode(*shape, bench="paged_decode_variant", **tuning))
     for tuning in ({"overlap": False}, {"pingpong": True}, {"auto_barriers": True}, {"tile": 64}):

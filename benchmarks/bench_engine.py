@@ -1,7 +1,7 @@
 """The engine on dummy-weight Llama shapes: decode-step time against its byte floor, and offline throughput.
 
-    python -m benchmarks.bench_engine decode --model llama-2-7b --batch 256 --context 400 --distinct 0 256
-    --ranks 16 python -m benchmarks.bench_engine offline --model llama-2-7b --setting S2 --n 0 100 1000
+    python -m benchmarks.bench_engine decode --model llama-2-7b --batch 256 --distinct 0 256 --ranks 16
+    python -m benchmarks.bench_engine offline --model llama-2-7b --setting S2 --n 0 100 1000
 
 Offline: requests submitted at once, input and output lengths uniform in [8, 512], output length forced,
 adapter i of n drawn with P(i) proportional to 1 / (i + 1) ("zipf") or uniformly; LoRA on q, k, v, o; at most
@@ -14,6 +14,7 @@ benchmarks/results/engine.jsonl.
 from __future__ import annotations
 
 import argparse
+import functools
 import glob
 import json
 import re
@@ -26,11 +27,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from benchmarks.record import record
 from slora_jax import EngineConfig, SamplingParams
+from slora_jax.batch import StepShape
 from slora_jax.engine import Engine, PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
+from slora_jax.memory.layout import GROUPS
+from slora_jax.programs import GPU_OPTIONS
+from slora_jax.scheduler import StepPlan
 
 COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
 MODELS: dict[str, dict[str, Any]] = {
@@ -44,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 512},
 }  # fmt: skip
 SETTINGS = {"none": (), "S1": (8,), "S2": (64, 32, 16, 8), "S4": (64, 32, 16)}
+MAX_MODEL_LEN = 1040
+WARM_UP = 300  # requests
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARES = {  # kernels of a profile by what they do
     "gemm": r"gemm|nvjet|cutlass|xmma|dot|cublas",
@@ -95,10 +103,40 @@ def run_all(engine: Engine, requests: Iterable[tuple[list[int], str | None, int]
     return tokens
 
 
+def offline_shapes(engine: Engine, *, adapters: bool) -> list[StepShape]:
+    """The shapes that most of these steps have, to be compiled in parallel; the warm-up compiles the rest."""
+    buckets, shapes = engine._runner.buckets, []
+    groups = engine._runner.expect(
+        {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)} if adapters else ()
+    )
+
+    def add(decodes: int, tokens: int, *items: int) -> None:
+        shape = buckets.fit(
+            decodes=decodes,
+            prefill_tokens=tokens,
+            prefill_seqs=int(tokens > 0),
+            pages=buckets.pages[-1],
+            bias=0,
+        )
+        shapes.extend(buckets.with_lora(shape, (n,), groups) for n in items) if adapters else shapes.append(
+            shape
+        )
+
+    most = engine.config.max_batch_size
+    add(most, 0, 256, 1024)
+    add(most, buckets.prefill_tokens[-1], 256, 1024)
+    add(0, buckets.prefill_tokens[-1], 256)
+    for tokens in buckets.prefill_tokens[:-1]:
+        add(most, tokens, 256)
+    for rows in buckets.decode_rows[:-1]:
+        add(rows, 0, 256 if rows > 32 else 64)
+    return shapes
+
+
 def offline(args: argparse.Namespace) -> None:
     """Requests/s of the workload for each n."""
     ranks = SETTINGS[args.setting]
-    engine = make_engine(args.model, max_batch=256, max_model_len=1040)
+    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN)
     vocab = engine.model_config.vocab_size
     for n in args.n:
         rng = np.random.default_rng(42)
@@ -109,8 +147,10 @@ def offline(args: argparse.Namespace) -> None:
             length_in, length_out = rng.integers(8, 513, 2)
             name = names[rng.choice(n, p=weights / weights.sum())] if n else None
             requests.append((rng.integers(0, vocab, length_in).tolist(), name, int(length_out)))
-        before = engine._runner.compilations
-        run_all(engine, requests[:300])
+        started, before = time.perf_counter(), engine._runner.compilations
+        engine._runner.compile(offline_shapes(engine, adapters=bool(n)))
+        run_all(engine, requests[:WARM_UP])
+        print(f"compiled and warm after {time.perf_counter() - started:.0f} s", flush=True)
         warm = engine._runner.compilations
         loads, started = engine.stats().adapter_loads, time.perf_counter()
         tokens = run_all(engine, requests)
@@ -134,65 +174,135 @@ def offline(args: argparse.Namespace) -> None:
 
 
 def decode(args: argparse.Namespace) -> None:
-    """Milliseconds of a steady decode step, against the bytes it must read."""
-    engine = make_engine(
-        args.model, max_batch=args.batch, max_model_len=args.context + 400, max_step_tokens=8192
-    )
-    vocab, layout = engine.model_config.vocab_size, engine._layout
-    params = sum(leaf.nbytes for leaf in engine._runner.parameters())
-    for distinct in args.distinct:
-        rng = np.random.default_rng(0)
-        names = register_adapters(engine, args.ranks, distinct)
-        for i in range(args.batch):
-            prompt = rng.integers(0, vocab, args.context - args.steps).tolist()
-            sampling = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
-            engine.add_request(prompt, names[i % distinct] if distinct else None, sampling)
-        while engine.stats().num_waiting or any(s.remaining > 1 for s in engine._scheduler.running):
-            engine.step()
-        for _ in range(5):
-            engine.step()
-        jax.block_until_ready(engine._runner.pool)
-        with tempfile.TemporaryDirectory() as trace:
-            started = time.perf_counter()
-            for _ in range(args.steps - 10):
-                engine.step()
-            jax.block_until_ready(engine._runner.pool)
-            milliseconds = (time.perf_counter() - started) / (args.steps - 10) * 1e3
-            jax.profiler.start_trace(trace)
-            for _ in range(5):
-                engine.step()
-            jax.block_until_ready(engine._runner.pool)
-            jax.profiler.stop_trace()
-            profile = read_profile(trace)
-        tokens = sum(s.num_computed for s in engine._scheduler.running)
-        kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
-        adapters = sum(
-            sum(
-                a.packed.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m]) for m in MODULES
-            )
-            for a in engine._adapters.resident
-            if a.packed is not None and a.pins
-        )
-        floor = (params + kv + adapters * layout.n_layers * 2) / COPY_BANDWIDTH * 1e3
-        for request in list(engine._requests):
-            engine.abort(request)
-        while engine.has_unfinished():
-            engine.step()
-        case = {"model": args.model, "batch": args.batch, "context": args.context}
-        case |= {"distinct": distinct, "ranks": args.ranks if distinct else []}
-        extra = {
-            "floor_ms": round(floor, 3),
-            "mean_context": tokens / args.batch,
-            **profile,
-            "backend": engine._runner.backend.name,
-        }
-        record("engine", "decode_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
-        print(f"decode_step {case}: {milliseconds:.2f} ms, {extra}", flush=True)
+    """Milliseconds of a steady decode step, against the bytes it must read, for each combination."""
+    longest = max(args.context + 2 * args.steps, MAX_MODEL_LEN)
+    engine = make_engine(args.model, max_batch=max(args.batch), max_model_len=longest)
+    engine._runner._pool = fill_randomly(engine._runner.pool)
+    for mix in args.ranks:
+        ranks = [int(r) for r in mix.split("/")]
+        names = register_adapters(engine, ranks, max(args.distinct))
+        for batch in args.batch:
+            for distinct in args.distinct:
+                if distinct <= batch and (distinct or mix == args.ranks[0]):
+                    measure_decode(engine, args, batch, names[:distinct], ranks)
         for name in names:
             engine.unload_adapter(name)
 
 
-def read_profile(folder: str) -> dict[str, Any]:
+@functools.partial(jax.jit, donate_argnums=0)
+def fill_randomly(pool: jax.Array) -> jax.Array:
+    """64 random pages over and over, in place: zeros would be read and multiplied faster than data."""
+    pages = jax.random.normal(jax.random.key(1), (64, pool.shape[2]), pool.dtype)
+    layer = pages[jnp.arange(pool.shape[1]) % 64][None]
+    filled: jax.Array = lax.fori_loop(
+        0, pool.shape[0], lambda i, p: lax.dynamic_update_slice(p, layer, (i, 0, 0)), pool
+    )
+    return filled
+
+
+def start_decoding(engine: Engine, batch: int, context: int, names: Sequence[str]) -> None:
+    """Sequences whose `context` tokens lie in the pool already (whatever it holds), one to go for each."""
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    scheduler = engine._scheduler
+    for i in range(batch):
+        prompt = rng.integers(0, engine.model_config.vocab_size, context).tolist()
+        engine.add_request(prompt, names[i % len(names)] if names else None, sampling)
+    for sequence in list(scheduler.waiting):
+        assert scheduler._admit(sequence), "the pool is too small for this batch"
+        assert scheduler._ensure_pages(StepPlan([], []), sequence, context)
+        sequence.num_computed = context - 1
+
+
+def mixed(args: argparse.Namespace) -> None:
+    """Milliseconds of a step that decodes for nearly a full batch and prefills prompts of 226 tokens."""
+    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN)
+    runner = engine._runner
+    runner._pool = fill_randomly(runner.pool)
+    start_decoding(engine, 240, args.context - args.steps // 2, [])
+    room, rng = runner.buckets.mixed_prefill_tokens, np.random.default_rng(0)
+
+    def run(steps: int) -> float:
+        """Seconds a step."""
+        jax.block_until_ready(runner.pool)
+        started = time.perf_counter()
+        for _ in range(steps):
+            for size in (room // 8,) * 8:
+                prompt = rng.integers(0, engine.model_config.vocab_size, size).tolist()
+                engine.add_request(prompt, None, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+            engine.step()
+        jax.block_until_ready(runner.pool)
+        return (time.perf_counter() - started) / steps
+
+    run(4)
+    milliseconds, computed = 1e3 * run(args.steps), engine.stats().last_step_tokens
+    with tempfile.TemporaryDirectory() as trace:
+        jax.profiler.start_trace(trace)
+        run(4)
+        jax.profiler.stop_trace()
+        profile = read_profile(trace, 4)
+    case = {"model": args.model, "decodes": 240, "context": args.context, "prompt_tokens": room // 8 * 8}
+    extra = {"tokens_of_last_step": computed, **profile, "backend": runner.backend.name}
+    record("engine", "mixed_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
+    print(f"mixed_step {case}: {milliseconds:.2f} ms, {extra}", flush=True)
+
+
+def measure_decode(
+    engine: Engine, args: argparse.Namespace, batch: int, names: Sequence[str], ranks: Sequence[int]
+) -> None:
+    """One line of `decode_step`."""
+    layout, runner = engine._layout, engine._runner
+    start_decoding(engine, batch, args.context - args.steps // 2, names)
+
+    def run(steps: int) -> float:
+        """Seconds a step, the device's work included."""
+        jax.block_until_ready(runner.pool)
+        started = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        jax.block_until_ready(runner.pool)
+        return (time.perf_counter() - started) / steps
+
+    started = time.perf_counter()
+    run(4)
+    compiling = time.perf_counter() - started
+    milliseconds = 1e3 * run(args.steps)
+    tokens = sum(s.num_computed for s in engine._scheduler.running) - batch * args.steps // 2
+    with tempfile.TemporaryDirectory() as trace:
+        jax.profiler.start_trace(trace)
+        run(5)
+        jax.profiler.stop_trace()
+        profile = read_profile(trace, 5)
+    params = sum(leaf.nbytes for leaf in runner.parameters())
+    kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
+    adapters = (
+        layout.n_layers
+        * 2
+        * sum(
+            a.packed.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m])
+            for a in engine._adapters.resident
+            if a.packed is not None and a.pins
+            for m in MODULES
+        )
+    )
+    for request in list(engine._requests):
+        engine.abort(request)
+    while engine.has_unfinished():
+        engine.step()
+    case = {"model": args.model, "batch": batch, "context": args.context, "distinct": len(names)}
+    case["ranks"] = "/".join(map(str, ranks)) if names else ""
+    extra = {
+        "floor_ms": round((params + kv + adapters) / COPY_BANDWIDTH * 1e3, 3),
+        "adapter_floor_ms": round(adapters / COPY_BANDWIDTH * 1e3, 3),
+        "mean_context": round(tokens / batch, 1),
+        **profile,
+        "backend": runner.backend.name,
+    }
+    record("engine", "decode_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
+    print(f"decode_step {case}: {milliseconds:.2f} ms (first steps {compiling:.0f} s), {extra}", flush=True)
+
+
+def read_profile(folder: str, steps: int) -> dict[str, Any]:
     """Share of the traced time that the GPU idles, and the shares of its busy time by kind of kernel."""
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     spans: list[tuple[float, float, str]] = []
@@ -215,9 +325,24 @@ def read_profile(folder: str) -> dict[str, Any]:
     shares = {k: round(v / sum(total.values()), 3) for k, v in sorted(total.items())}
     top: dict[str, float] = {}
     for start, stop, name in spans:
-        top[name] = top.get(name, 0.0) + (stop - start) / 5e6
+        top[name] = top.get(name, 0.0) + (stop - start) / (steps * 1e6)
     largest = dict(sorted(((n[:60], round(v, 3)) for n, v in top.items()), key=lambda p: -p[1])[:12])
-    return {"idle_share": round(1 - busy / wall, 4), "shares": shares, "kernels_ms": largest}
+    return {
+        "idle_share": round(1 - busy / wall, 4),
+        "busy_ms": round(busy / steps / 1e6, 3),
+        "longest_gaps_us": gaps(spans),
+        "shares": shares,
+        "kernels_ms": largest,
+    }
+
+
+def gaps(spans: list[tuple[float, float, str]]) -> list[float]:
+    """The ten longest times, in microseconds, in which nothing ran."""
+    found, end = [], spans[0][0]
+    for start, stop, _ in spans:
+        found.append(start - end)
+        end = max(end, stop)
+    return [round(g / 1e3, 1) for g in sorted(found, reverse=True)[:10]]
 
 
 def gpu_name() -> str | None:
@@ -241,15 +366,25 @@ def main() -> None:
     command.add_argument("--requests", type=int, default=1000)
     command.set_defaults(run=offline)
     step = commands.add_parser("decode", help="milliseconds of a steady decode step")
-    step.add_argument("--batch", type=int, default=256)
+    step.add_argument("--batch", type=int, nargs="+", default=[256])
     step.add_argument("--context", type=int, default=400)
     step.add_argument("--distinct", type=int, nargs="+", default=[0], help="distinct adapters in the batch")
-    step.add_argument("--ranks", type=int, nargs="+", default=[16])
-    step.add_argument("--steps", type=int, default=60)
+    step.add_argument(
+        "--ranks", nargs="+", default=["16"], help="mixes of ranks that take turns: 16, 64/32/16/8"
+    )
+    step.add_argument("--steps", type=int, default=40)
     step.set_defaults(run=decode)
-    for one in (command, step):
+    both = commands.add_parser("mixed", help="milliseconds of a step of decodes and prompts")
+    both.add_argument("--context", type=int, default=400)
+    both.add_argument("--steps", type=int, default=20)
+    both.set_defaults(run=mixed)
+    for one in (command, step, both):
+        one.add_argument(
+            "--xla", nargs="+", default=[], metavar="OPTION=VALUE", help="compile with these too"
+        )
         one.add_argument("--model", choices=tuple(MODELS), default="llama-2-7b")
     args = parser.parse_args()
+    GPU_OPTIONS.update(option.split("=", 1) for option in args.xla)
     args.run(args)
 
 

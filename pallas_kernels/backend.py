@@ -1,8 +1,7 @@
 """The operations a step needs over the page pool, by backend.
 
 - `xla`: plain JAX; any device and dtype, and what other backends are compared with.
-- `mosaic`: Pallas Mosaic GPU kernels; Hopper, bfloat16, by name only for now (see
-`select_backend`).
+- `mosaic`: Pallas Mosaic GPU kernels; Hopper, bfloat16.
 
 A backend also has the host's half of LoRA: the work list that its kernels read. Work lists have static sizes,
 from small rungs to large ones; rung 0 is a batch without adapters.
@@ -11,12 +10,15 @@ from small rungs to large ones; rung 0 is a batch without adapters.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from slora_jax.pallas_kernels import xla_attention, xla_lora
+
+logger = logging.getLogger(__name__)
 
 Sizes = tuple[int, ...]
 AdapterBlocks = xla_lora.AdapterBlocks
@@ -114,28 +116,41 @@ XLA = Backend(
 )
 
 
-def select_backend(name: str, platform: str, compute_capability: str | None, dtype: str) -> Backend:
-    """The backend that `name` asks for; "auto" is xla on every device.
+@dataclasses.dataclass(frozen=True)
+class KernelShape:
+    """What kernels are made for: sizes of the model on one shard, and of the pool."""
 
-    "auto" will mean mosaic on Hopper once whole engine runs with adapters have been compared with xla on a
-    GPU (benchmarks/compare_backends.py); until then its kernels are used only by name. `compute_capability`
-    is a GPU's ("9.0"), else None. Raises ValueError where the device or the dtype cannot have the backend
-    that was named.
+    dtype: str
+    n_q: int
+    n_kv: int
+    head_dim: int
+    page_tokens: int
+    chunk_width: int
+
+
+def select_backend(name: str, platform: str, compute_capability: str | None, shape: KernelShape) -> Backend:
+    """The backend that `name` asks for; "auto" is mosaic where its kernels can do `shape`, else xla.
+
+    `compute_capability` is a GPU's ("9.0"), else None. On a Hopper GPU "auto" says in the log why it does not
+    take mosaic. Raises ValueError where mosaic was named and cannot be.
     """
-    if name in ("auto", "xla"):
+    if name == "xla":
         return XLA
-    if (
-        platform not in ("gpu", "cuda") or (compute_capability or "").split(".")[0] != "9"
-    ):  # wgmma: only 9.x has it
-        found = (
-            f"found {platform}"
-            if compute_capability is None
-            else f"found compute capability {compute_capability}"
+    hopper = platform in ("gpu", "cuda") and (compute_capability or "").split(".")[0] == "9"
+    if not hopper:  # wgmma: only 9.x has it
+        if name == "auto":
+            return XLA
+        found = platform if compute_capability is None else f"compute capability {compute_capability}"
+        raise ValueError(
+            f"kernel_backend 'mosaic' needs a Hopper GPU (compute capability 9.x), found {found}"
         )
-        raise ValueError(f"kernel_backend 'mosaic' needs a Hopper GPU (compute capability 9.x), {found}")
-    if dtype != "bfloat16":
-        raise ValueError(f"kernel_backend 'mosaic' computes in bfloat16, not {dtype}: set dtype or use 'xla'")
     # Pallas' Mosaic API changes often: only those who use it import it.
-    from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
+    from slora_jax.pallas_kernels.mosaic_backend import MOSAIC, unsupported
 
-    return MOSAIC
+    limit = unsupported(shape)
+    if limit is None:
+        return MOSAIC
+    if name == "mosaic":
+        raise ValueError(f"kernel_backend 'mosaic': {limit}; use 'xla' (slower)")
+    logger.warning("the Mosaic kernels cannot serve this model, plain JAX does, far slower: %s", limit)
+    return XLA

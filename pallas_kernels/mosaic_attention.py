@@ -94,6 +94,7 @@ class _Shape(NamedTuple):
     chunk: int
     scale: float
     auto_barriers: bool
+    zero_rows: bool
     p_in_smem: bool  # the interpreter has no wgmma with a register operand
 
     @property
@@ -122,6 +123,7 @@ def decode_attention(
     stages: int = STAGES,
     chunk: int | None = None,
     auto_barriers: bool = False,
+    zero_rows: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -159,6 +161,7 @@ def decode_attention(
         chunk=chunk,
         scale=scale,
         auto_barriers=auto_barriers,
+        zero_rows=zero_rows,
         p_in_smem=interpret is not None,
     )
     plan = plan_decode(kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS)
@@ -246,6 +249,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         k_s: Any,  # bf16[consumers, stages, chunk, e]
         v_s: Any,
         o_s: Any,  # bf16[consumers, 64, e]
+        q_clean: Any,  # [consumers]
         q_bar: Any,  # [consumers * stages], as the following
         k_bar: Any,
         v_bar: Any,
@@ -327,6 +331,8 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 return there, next_seq, next_n, next_ids, segment + opens.astype(jnp.int32)
 
             seq, n = (stretch[(first_block + to) * 6 + at] for at in (4, 5))
+            if z.zero_rows:
+                pl.when(part == 0)(lambda: plgpu.barrier_wait(q_clean.at[to]))
             lax.fori_loop(0, count, step, (start, seq, n, page_ids(seq, start[2]), jnp.int32(0)))
 
             def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
@@ -340,6 +346,15 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             """A stretch of chunks, item by item."""
             block = first_block + wg
             count, start = begin(block)
+            first_top = plgpu.layout_cast(jnp.full((TILE_ROWS,), NO_SCORE, f32), ROW)
+            if z.zero_rows:
+                # Rows of no head are multiplied, too: zeros with weights of zero take little power.
+                for slot in range(stages):
+                    q_s[wg, slot] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), bf16), plgpu.Layout.WGMMA)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(q_clean.at[wg])
+                row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=ROW)
+                first_top = jnp.where(row < z.rows, NO_SCORE, -NO_SCORE)
 
             def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
                 acc, top, total = carry
@@ -393,10 +408,9 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 length = jnp.minimum(steps - i, count - c)
                 plgpu.barrier_wait(q_bar.at[wg * stages + lax.rem(segment, stages)])
                 acc = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), f32), plgpu.Layout.WGMMA)
-                top = plgpu.layout_cast(jnp.full((TILE_ROWS,), NO_SCORE, f32), ROW)
                 total = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), f32), ROW)
                 step = functools.partial(chunk_step, c0=c, n=n, i0=i, segment=segment)
-                acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
+                acc, top, total = lax.fori_loop(0, length, step, (acc, first_top, total))
                 finish(block, acc, top, total, seq * z.n_kv + head, i == 0, i + length == steps)
                 return c + length, after(j, head, i + length - 1, n), segment + 1
 
@@ -460,6 +474,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         "k_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
         "v_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
         "o_s": plgpu.SMEM((z.consumers, TILE_ROWS, e), bf16),
+        "q_clean": plgpu.Barrier(num_barriers=z.consumers),
         "q_bar": plgpu.Barrier(num_barriers=each),
         "k_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
         "v_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, LoraShape, Sizes
+from slora_jax.pallas_kernels import mosaic_attention
+from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, KernelShape, LoraShape, Sizes
 from slora_jax.pallas_kernels.lora_work import (
     FIELDS,
     MODULE_GROUPS,
@@ -16,10 +17,23 @@ from slora_jax.pallas_kernels.lora_work import (
     build_lora_work,
     lora_work_needed,
 )
-from slora_jax.pallas_kernels.mosaic_attention import decode_attention
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
-from slora_jax.pallas_kernels.mosaic_lora import apply_lora
+from slora_jax.pallas_kernels.mosaic_lora import CHUNK_WIDTHS, apply_lora
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, prefill_attention
+
+
+def unsupported(shape: KernelShape) -> str | None:
+    """Why these kernels cannot serve a model, or None where they can."""
+    if shape.dtype != "bfloat16":
+        return f"they compute in bfloat16, not {shape.dtype}: set dtype"
+    if shape.chunk_width not in CHUNK_WIDTHS:
+        return (
+            "every dimension of the model, divided by tensor_parallel_size where it is split, must be a "
+            f"multiple of {min(CHUNK_WIDTHS)}; the widest columns that divide all are {shape.chunk_width}"
+        )
+    return mosaic_attention.unsupported(
+        n_q=shape.n_q, n_kv=shape.n_kv, head_dim=shape.head_dim, page_tokens=shape.page_tokens
+    )
 
 
 class MosaicPlanner:
@@ -61,7 +75,7 @@ class MosaicPlanner:
 MOSAIC = Backend(
     name="mosaic",
     write_kv=write_kv,
-    decode_attention=decode_attention,
+    decode_attention=mosaic_attention.decode_attention,
     prefill_attention=prefill_attention,
     apply_lora=apply_lora,
     prefill_tile=128,

@@ -46,6 +46,7 @@ from slora_jax.pallas_kernels.lora_work import (
 RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
 SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes
 STAGE_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
+CHUNK_WIDTHS = (64, 128, 256)
 SMS = 132  # of an H100 or H200
 OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 # The same bytes, but rows can be copied one by one.
@@ -175,12 +176,8 @@ def _check(
         raise ValueError(f"x {x.shape} and y {y.shape} do not fit in_dim {in_dim} and out_dims {out_dims}")
     if any(a.dtype != jnp.bfloat16 for a in (x, y, pool)):
         raise ValueError(f"the Mosaic LoRA kernels take bfloat16, got {x.dtype}, {y.dtype}, {pool.dtype}")
-    if width not in (64, 128, 256):
-        raise ValueError(
-            f"chunk_width {width} must be 64, 128 or 256 for the Mosaic LoRA kernels: every dimension of the "
-            "model, divided by tensor_parallel_size where it is split, must be a multiple of 64; use "
-            "kernel_backend='xla'"
-        )
+    if width not in CHUNK_WIDTHS:
+        raise ValueError(f"chunk_width {width} must be one of {CHUNK_WIDTHS} for the Mosaic LoRA kernels")
     if any(n % width for n in (in_dim, *out_dims)) or pool.shape[2] % (RANK_BLOCK * width):
         raise ValueError(f"chunk_width {width} must divide in_dim {in_dim}, out_dims {out_dims} and the page")
     return MODULE_GROUPS.index(modules)

@@ -193,8 +193,12 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         rank, head_block = lax.div(index, blocks_of_heads), lax.rem(index, blocks_of_heads)
         seq, start, position, length = (tiles[rank * 4 + n] for n in range(4))
         context = position + length
-        before = lax.rem(start, ROW_ALIGNMENT)  # rows of the window that are not the tile's
-        window = pl.multiple_of(start - before, ROW_ALIGNMENT)
+
+        def window(start: Any) -> tuple[Any, Any]:
+            """The first token of the tile's window, and how many rows there are not the tile's."""
+            before = lax.rem(start, ROW_ALIGNMENT)
+            return pl.multiple_of(start - before, ROW_ALIGNMENT), before
+
         steps = lax.div(context + block_kv - 1, block_kv)
 
         def load(warp: Any) -> None:
@@ -238,7 +242,8 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         def multiply(head: Any, row: Any) -> None:
             """64 rows' attention over the context."""
             my_q = q_s.at[wg]
-            plgpu.copy_gmem_to_smem(q.at[pl.ds(window + row, ROWS), head], my_q, q_bar.at[wg])
+            window_start, before = window(start)
+            plgpu.copy_gmem_to_smem(q.at[pl.ds(window_start + row, ROWS), head], my_q, q_bar.at[wg])
             if z.pingpong:
                 pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
             plgpu.barrier_wait(q_bar.at[wg])
@@ -363,8 +368,10 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
             plgpu.barrier_arrive(v_free.at[final])
             o_s[wg] = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(bf16)
             plgpu.commit_smem()
-            first, end = (jnp.clip(at - row, 0, ROWS) for at in (before, before + length))
-            write(head, window + row, first, end)
+            # Read again: the loop needs the registers.
+            window_start, before = window(tiles[rank * 4 + 1])
+            first, end = (jnp.clip(at - row, 0, ROWS) for at in (before, before + tiles[rank * 4 + 3]))
+            write(head, window_start + row, first, end)
 
         def clear_tail(slot: Any, first: Any) -> None:
             """Zero V from row `first` on: leftovers there may be NaN, which a weight of 0 does not hide."""

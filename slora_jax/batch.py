@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from slora_jax.lora.store import Adapter
-from slora_jax.memory.layout import MODULES, PageLayout
+from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, LoraShape
 from slora_jax.request import Sequence, seed_words
 from slora_jax.sampling import SamplingRows
@@ -30,6 +30,7 @@ from slora_jax.scheduler import Chunk, StepPlan
 Field = tuple[tuple[int, ...], np.dtype]
 Bias = list[tuple[int, float]]  # (token, what is added to its logit)
 _ALIGNMENT = 64  # words: GPU kernels take inputs that begin at multiples of 256 bytes
+_GROUP_MODULES = tuple(tuple(MODULES.index(m) for m in group) for group in GROUPS)
 _LORA = "lora."  # before the names of the work list's arrays
 _I, _F, _U = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint32)
 
@@ -44,7 +45,8 @@ class StepShape:
     tiles: int
     pages: int
     bias: int
-    lora: tuple[tuple[str, tuple[int, ...]], ...]  # name and shape of the LoRA work list's arrays; (): none
+    lora: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and shape of the work list's arrays; (): none
+    lora_groups: tuple[int, ...] = ()  # of layout.GROUPS: those whose projections may have LoRA
 
     @property
     def tokens(self) -> int:
@@ -145,11 +147,20 @@ def unpack(packed: jax.Array, shape: StepShape, lora_work: type[Any]) -> StepBat
 
 
 class BatchBuilder:
-    """Writes plans into packed arrays. Holds sizes only; reads sequences, owns nothing."""
+    """Writes plans into packed arrays. Reads sequences, owns nothing of theirs."""
 
     def __init__(self, layout: PageLayout, backend: Backend, buckets: ShapeBuckets) -> None:
         self._layout, self._backend, self._buckets = layout, backend, buckets
         self._slots = buckets.max_batch_size
+        self._lora_groups: tuple[int, ...] = ()
+
+    def expect(self, lora_groups: Iterable[int]) -> tuple[int, ...]:
+        """Steps with adapters compute LoRA for these groups of modules from now on; all of them so far.
+
+        Groups are never forgotten, so that executables do not change with every batch's adapters.
+        """
+        self._lora_groups = tuple(sorted({*self._lora_groups, *lora_groups}))
+        return self._lora_groups
 
     def build(self, plan: StepPlan) -> tuple[StepShape, np.ndarray]:
         """A plan's shape and packed input i32[packed_size], once `Scheduler.schedule` has committed it."""
@@ -164,10 +175,13 @@ class BatchBuilder:
         token_adapter, adapters = self._adapters(plan, shape)
         lora: Mapping[str, np.ndarray] = {}
         if adapters:
-            planner, lora_shape = self._backend.planner, self._buckets.lora_shape(shape)
-            sizes = self._buckets.lora_sizes(planner.needs(token_adapter, adapters, lora_shape), lora_shape)
-            shape = dataclasses.replace(shape, lora=tuple(planner.fields(sizes, lora_shape).items()))
-            lora = planner.build(token_adapter, adapters, sizes, lora_shape)
+            planner, bounds = self._backend.planner, self._buckets.lora_shape(shape)
+            needs = planner.needs(token_adapter, adapters, bounds)
+            groups = self.expect(
+                g for g, modules in enumerate(_GROUP_MODULES) if _targeted(adapters, modules)
+            )
+            shape = self._buckets.with_lora(shape, needs, groups)
+            lora = planner.build(token_adapter, adapters, self._buckets.lora_sizes(needs, bounds), bounds)
         return shape, self._pack(plan, shape, bias, lora)
 
     def _pack(
@@ -281,6 +295,11 @@ class BatchBuilder:
         return token_adapter, adapters
 
 
+def _targeted(adapters: list[AdapterBlocks], modules: tuple[int, ...]) -> bool:
+    """Whether an adapter has rank blocks of one of these modules."""
+    return any(blocks[m] for _, blocks, _, _ in adapters for m in modules)
+
+
 def _adapter_blocks(adapter: Adapter) -> AdapterBlocks:
     """A resident adapter as the backend's planner takes it."""
     assert adapter.pages is not None and adapter.packed is not None
@@ -313,6 +332,7 @@ class ShapeBuckets:
     prefill_tokens: tuple[int, ...]
     pages: tuple[int, ...]
     bias: tuple[int, ...]
+    mixed_prefill_tokens: int  # most prompt tokens of a step with decodes
     max_batch_size: int
     layout: PageLayout
     backend: Backend
@@ -330,10 +350,14 @@ class ShapeBuckets:
     ) -> ShapeBuckets:
         """Geometric ladders of the given ratio; fewer rungs compile less, more rungs pad less."""
         longest = -(-max_model_len // layout.page_tokens)
+        # A step with decodes has max_batch_size rows for them; with the largest rung beside, max_step_tokens.
+        mixed = max_step_tokens - max_batch_size
+        mixed = mixed if mixed >= max_step_tokens // 2 else max_step_tokens
         rungs = {-(-tokens // layout.page_tokens) for tokens in backend.context_rungs}
         return cls(
             decode_rows=_ladder(max_batch_size, 2, ratio),
-            prefill_tokens=_ladder(max_step_tokens, 32, ratio),
+            prefill_tokens=_prefill_ladder(mixed, max_step_tokens),
+            mixed_prefill_tokens=mixed,
             pages=(*sorted(n for n in rungs if n < longest), longest),
             # Never 0: XLA (jaxlib 0.11.2) crashes over an input of no elements that a shard_map does not use.
             bias=_ladder(max_batch_size * 1280, 64, 16),
@@ -347,7 +371,7 @@ class ShapeBuckets:
         """Most prompts whose chunks of two or more tokens may share a step."""
         return self._prefill_seqs(self.prefill_tokens[-1])
 
-    def usual(self) -> list[StepShape]:
+    def usual(self, lora_groups: tuple[int, ...]) -> list[StepShape]:
         """The shapes that most steps of short conversations have: decodes, and prefills beside them."""
         plain = [
             self.fit(decodes=n, prefill_tokens=0, prefill_seqs=0, pages=1, bias=0) for n in self.decode_rows
@@ -357,13 +381,7 @@ class ShapeBuckets:
             for tokens in self.prefill_tokens
             for n in (0, 1)
         ]
-        planner = self.backend.planner
-        adapted = []
-        for shape in plain:
-            lora_shape = self.lora_shape(shape)
-            fields = planner.fields(planner.sizes(1, lora_shape), lora_shape)
-            adapted.append(dataclasses.replace(shape, lora=tuple(fields.items())))
-        return plain + adapted
+        return plain + [self.with_lora(shape, (), lora_groups) for shape in plain]
 
     def fit(
         self, *, decodes: int, prefill_tokens: int, prefill_seqs: int, pages: int, bias: int
@@ -386,8 +404,13 @@ class ShapeBuckets:
             tiles=(tokens + seqs * (self.backend.row_alignment - 1)) // self.backend.prefill_tile + seqs,
             pages=_rung(self.pages, pages),
             bias=_rung(self.bias, bias),
-            lora=(),
         )
+
+    def with_lora(self, shape: StepShape, needs: tuple[int, ...], groups: tuple[int, ...]) -> StepShape:
+        """A shape with the lowest rung of LoRA work lists that holds `needs` of the backend's planner."""
+        bounds = self.lora_shape(shape)
+        fields = self.backend.planner.fields(self.lora_sizes(needs, bounds), bounds)
+        return dataclasses.replace(shape, lora=tuple(fields.items()), lora_groups=groups)
 
     def lora_shape(self, shape: StepShape) -> LoraShape:
         """The bounds of a step's LoRA work."""
@@ -402,10 +425,10 @@ class ShapeBuckets:
         )
 
     def lora_sizes(self, needs: tuple[int, ...], shape: LoraShape) -> tuple[int, ...]:
-        """The sizes of the lowest rung of LoRA work lists that holds `needs`."""
+        """The sizes of the lowest rung of LoRA work lists that holds `needs`; (): of the first."""
         for rung in itertools.count(1):
             sizes = self.backend.planner.sizes(rung, shape)
-            if all(size >= need for size, need in zip(sizes, needs, strict=True)):
+            if all(size >= need for size, need in zip(sizes, needs, strict=False)):
                 return sizes
         raise AssertionError("rungs grow without end")
 
@@ -423,6 +446,18 @@ def _ladder(limit: int, start: int, ratio: int) -> tuple[int, ...]:
         rungs.append(start)
         start *= ratio
     return (*rungs, limit)
+
+
+def _prefill_ladder(mixed: int, limit: int) -> tuple[int, ...]:
+    """The most that a step with decodes takes, a half, an eighth, a 32nd of it, ...; and `limit`.
+
+    Long steps are the usual ones (prompts gather), and their padding is the dearest.
+    """
+    rungs, rung = {mixed, limit}, mixed // 2
+    while rung > 16:
+        rungs.add(min(-(-rung // 32) * 32, limit))
+        rung //= 4
+    return tuple(sorted(rungs))
 
 
 def _rung(ladder: tuple[int, ...], need: int) -> int:

@@ -176,6 +176,9 @@ class EngineConfig:
     prefill_chunk_tokens: int | None = _option(
         None, "longest chunk of one prompt in a step, in tokens; None: what the step has left"
     )
+    prefill_delay_steps: int = _option(
+        8, "steps that a nearly full batch lets prompts gather to prefill them together; 0: none"
+    )
     page_tokens: int = _option(16, "tokens of KV in one page")
     num_pages: int | None = _option(None, "pages in the pool; None: from pool_bytes")
     pool_bytes: int | None = _option(
@@ -191,7 +194,8 @@ class EngineConfig:
     max_lora_rank: int = _option(256, "highest rank that an adapter may have")
     tensor_parallel_size: int = _option(1, "devices that share the model")
     kernel_backend: KernelBackend = _option(
-        "auto", "kernels to run: xla (any device; what auto means today) or mosaic (a Hopper GPU, bfloat16)"
+        "auto",
+        "kernels to run: xla (any device), mosaic (a Hopper GPU, bfloat16), auto (mosaic where it can be)",
     )
     load_format: LoadFormat = _option(
         "auto", "form of the checkpoint; auto tells from the files, dummy makes random weights"
@@ -246,6 +250,10 @@ class EngineConfig:
             f"load_format must be auto, safetensors, gguf, orbax or dummy, got {self.load_format!r}",
         )
         _check(self.max_lora_rank <= 256, f"max_lora_rank may be at most 256, got {self.max_lora_rank}")
+        _check(
+            self.prefill_delay_steps >= 0,
+            f"prefill_delay_steps must not be negative, got {self.prefill_delay_steps}",
+        )
         _check(self.max_logprobs >= 0, f"max_logprobs must not be negative, got {self.max_logprobs}")
         _check(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}")
         _check(

@@ -26,7 +26,7 @@ from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.packing import PackedAdapter, pack_adapter
 from slora_jax.lora.peft import read_adapter
 from slora_jax.lora.store import Adapter, AdapterStore
-from slora_jax.memory.layout import PageLayout
+from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
@@ -91,11 +91,13 @@ class Engine:
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
+            max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
             max_chunk_tokens=min(
                 config.prefill_chunk_tokens or config.max_step_tokens, config.max_step_tokens
             ),
             max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
             page_tokens=config.page_tokens,
+            prefill_delay_steps=config.prefill_delay_steps,
         )
         self._scheduler = Scheduler(
             limits, self._reclaim, self._adapters, self._prefixes, self._write_adapter
@@ -346,8 +348,14 @@ class Engine:
         )
 
     def warmup(self, progress: Progress | None = None) -> None:
-        """Compile the shapes of usual steps now; the others compile when first met."""
-        self._runner.warmup(self._runner.buckets.usual(), progress)
+        """Compile the shapes of usual steps now; the others compile when first met.
+
+        Those with LoRA are compiled for the modules that the registered adapters target, for all modules
+        where none is registered.
+        """
+        packed = [a.packed for a in self._adapters if a.packed is not None]
+        targets = {m for p in packed for m in p.target_modules} or set(MODULES)
+        self._runner.warmup((i for i, group in enumerate(GROUPS) if targets & set(group)), progress)
 
     def reset_prefix_cache(self) -> None:
         """Free every cached page that no running sequence holds."""

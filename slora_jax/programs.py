@@ -33,6 +33,19 @@ from slora_jax.step import (
 
 Result = tuple[jax.Array, SlotState, StepOutput]
 
+# How XLA compiles for a GPU. A step is one CUDA graph: without "CONDITIONAL" and "WHILE" the sampler's
+# conditionals cut it into several, and the host waits for the device at each. GEMMs are cuBLASLt's, which
+# XLA tries on the device; its Triton GEMMs would take long to compile.
+GPU_OPTIONS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    ),
+    "xla_gpu_enable_triton_gemm": False,
+    # XLA counts the pool twice, where it comes in and where it goes out updated in place, and would compute
+    # things again to save memory that is not short.
+    "xla_disable_hlo_passes": "rematerialization",
+}
+
 
 class Program(Protocol):
     """A compiled step of one shape."""
@@ -81,6 +94,7 @@ class ProgramBuilder:
         self._layers = [ModuleLeaves.split(m) for m in model.layers]
         self._pool, self._slots = jax.tree.map(_abstract, (pool, slots))
         self._layered = mesh.devices.flat[0].platform == "cpu"
+        self._options = None if self._layered else GPU_OPTIONS
         repeated = NamedSharding(mesh, REPEATED)
         self._indices = [jax.device_put(jnp.int32(i), repeated) for i in range(len(self._layers))]
         self._compiled: dict[Any, Any] = {}
@@ -185,7 +199,7 @@ class ProgramBuilder:
             outputs = jax.tree.map(
                 lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=sharding), lowered.out_info
             )
-            found = lowered.compile(), outputs
+            found = lowered.compile(self._options), outputs
             with self._lock:
                 self._compiled[key] = found
         return found

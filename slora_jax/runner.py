@@ -25,7 +25,7 @@ from slora_jax.memory.layout import PageLayout
 from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
 from slora_jax.models.params import checkpoint_specs
 from slora_jax.models.rope import Rope
-from slora_jax.pallas_kernels.backend import select_backend
+from slora_jax.pallas_kernels.backend import KernelShape, select_backend
 from slora_jax.programs import Program, ProgramBuilder
 from slora_jax.request import Sequence
 from slora_jax.sampling import update_token_counts
@@ -79,7 +79,15 @@ class ModelRunner:
         capability = getattr(device, "compute_capability", None)
         # A CPU has nothing to copy, and that copy's callback aborts an exiting process (jaxlib 0.11.2).
         self._device_memory = device.platform != "cpu"
-        self.backend = select_backend(config.kernel_backend, device.platform, capability, config.dtype)
+        kernel_shape = KernelShape(
+            dtype=config.dtype,
+            n_q=model_config.num_attention_heads // layout.tp,
+            n_kv=layout.n_kv,
+            head_dim=layout.head_dim,
+            page_tokens=layout.page_tokens,
+            chunk_width=layout.chunk_width,
+        )
+        self.backend = select_backend(config.kernel_backend, device.platform, capability, kernel_shape)
         logger.info("kernels: %s on %s", self.backend.name, device.device_kind)
         step_config = StepConfig(
             layout=layout,
@@ -164,10 +172,18 @@ class ModelRunner:
             logger.debug("its shape: %s", shape)
         return found
 
-    def warmup(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
-        """Compile shapes in threads; `progress("compiling", done, total)`."""
+    def warmup(self, lora_groups: Iterable[int], progress: Progress | None = None) -> None:
+        """Compile the usual shapes, with LoRA for these groups of modules."""
+        self.compile(self.buckets.usual(self.expect(lora_groups)), progress)
+
+    def expect(self, lora_groups: Iterable[int]) -> tuple[int, ...]:
+        """See `BatchBuilder.expect`."""
+        return self._batches.expect(lora_groups)
+
+    def compile(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
+        """Compile the programs of shapes in threads; `progress("compiling", done, total)`."""
         todo = [s for s in dict.fromkeys(shapes) if s not in self._programs]
-        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             futures = {pool.submit(self._builder.build, shape): shape for shape in todo}
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 self._programs[futures[future]] = future.result()

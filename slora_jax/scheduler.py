@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,8 @@ from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.request import Sequence
+
+NEARLY_FULL = 0.9  # of max_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +59,11 @@ class SchedulerLimits:
 
     max_batch_size: int
     max_step_tokens: int
+    max_mixed_prompt_tokens: int  # in a step with decodes
     max_chunk_tokens: int
     max_prefill_seqs: int
     page_tokens: int
+    prefill_delay_steps: int
 
 
 class Scheduler:
@@ -79,6 +84,7 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
+        self._delayed = 0  # steps in a row that took no prompt though there was room
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -98,6 +104,10 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is not None and sequence.remaining > 1:
                 self._take(plan, sequence)
+        if self._delays_prompts(plan):
+            self._delayed += 1
+            return self._commit(plan)
+        self._delayed = 0
         while self.waiting and self._has_budget(plan) and self._admit(self.waiting[0]):
             self._take(plan, self.running[-1])
         return self._commit(plan)
@@ -142,17 +152,38 @@ class Scheduler:
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
 
-    def _has_budget(self, plan: StepPlan) -> bool:
+    def _delays_prompts(self, plan: StepPlan) -> bool:
+        """Whether a nearly full batch lets prompts gather, for some steps, until they fill one.
+
+        Sequences end one by one. A prefill for each as its slot falls free would read the weights and pad the
+        step for a few tokens every time; eight together cost little more than one.
+        """
+        limits = self._limits
+        if plan.prefills or len(plan.decodes) < NEARLY_FULL * limits.max_batch_size:
+            return False
+        ready = itertools.islice(self.waiting, len(self._slots))
+        tokens = sum(s.remaining for s in ready)
         return (
-            plan.num_tokens < self._limits.max_step_tokens
-            and len(plan.prefills) < self._limits.max_prefill_seqs
+            0 < tokens < min(self._room(plan), limits.max_chunk_tokens)
+            and self._delayed < limits.prefill_delay_steps
         )
+
+    def _room(self, plan: StepPlan) -> int:
+        """Tokens that chunks of prompts may still bring into a plan."""
+        limits = self._limits
+        room = limits.max_step_tokens - plan.num_tokens
+        if plan.decodes:
+            room = min(room, limits.max_mixed_prompt_tokens - sum(c.count for c in plan.prefills))
+        return room
+
+    def _has_budget(self, plan: StepPlan) -> bool:
+        return self._room(plan) > 0 and len(plan.prefills) < self._limits.max_prefill_seqs
 
     def _take(self, plan: StepPlan, sequence: Sequence) -> None:
         """Put as much of a running sequence into the plan as budget and pages allow."""
-        count = min(
-            sequence.remaining, self._limits.max_chunk_tokens, self._limits.max_step_tokens - plan.num_tokens
-        )
+        one = sequence.remaining == 1
+        room = self._limits.max_step_tokens - plan.num_tokens if one else self._room(plan)
+        count = min(sequence.remaining, self._limits.max_chunk_tokens, room)
         if count > 1 and len(plan.prefills) >= self._limits.max_prefill_seqs:
             return
         if count < 1 or not self._ensure_pages(plan, sequence, sequence.num_computed + count):

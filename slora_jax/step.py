@@ -105,10 +105,11 @@ class StepOps:
     decode_len: jax.Array | None  # i32[D] tokens of KV, the row's own included; 0: padding
     prefill: PrefillTiles | None
     lora_work: Any | None  # the backend's work list
+    lora_groups: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # that the work list has
     config: StepConfig = dataclasses.field(metadata={"static": True})
 
     def lora(self, group: int, layer: jax.Array, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        if self.lora_work is None:
+        if self.lora_work is None or group not in self.lora_groups:
             return y
         layout, modules = self.config.layout, GROUPS[group]
         out: jax.Array = self.config.backend.apply_lora(
@@ -192,6 +193,7 @@ def begin(
         decode_len=jnp.where(real, batch.positions[:decodes] + 1, 0) if decodes else None,
         prefill=prefill if shape.prefill_tokens else None,
         lora_work=batch.lora,
+        lora_groups=shape.lora_groups,
         config=config,
     )
     rows = StepRows(

@@ -118,7 +118,7 @@ def test_stop_token_ends_the_text_and_min_tokens_delays_it(engine: Engine) -> No
 
 
 def test_step_shapes_that_pack_into_as_many_words_are_different_programs(engine: Engine) -> None:
-    shape = engine._runner.buckets.usual()[0]
+    shape = engine._runner.buckets.usual(())[0]
     longer = dataclasses.replace(shape, pages=shape.pages + 3 * 64 // shape.decode_rows)
     biased = dataclasses.replace(shape, bias=shape.bias + 64)
     assert longer.packed_size == biased.packed_size

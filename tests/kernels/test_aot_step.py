@@ -39,9 +39,7 @@ def test_a_step_makes_no_copy_of_the_pool(config: ModelConfig, prefill_tokens: i
     shape = buckets.fit(
         decodes=256, prefill_tokens=prefill_tokens, prefill_seqs=bool(prefill_tokens), pages=60, bias=0
     )
-    bounds = buckets.lora_shape(shape)
-    fields = MOSAIC.planner.fields(MOSAIC.planner.sizes(2, bounds), bounds)
-    shape = dataclasses.replace(shape, lora=tuple(fields.items()))
+    shape = buckets.with_lora(shape, (100,), (0, 1, 2, 3))
     step_config = StepConfig(layout, Rope.from_config(config), MOSAIC, max_logprobs=20, record_logits=False)
 
     def run(

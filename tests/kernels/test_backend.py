@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
-from slora_jax.pallas_kernels.backend import XLA, LoraShape, select_backend
+from slora_jax.pallas_kernels.backend import XLA, KernelShape, LoraShape, select_backend
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 
 SHAPE = LoraShape(
@@ -18,35 +22,57 @@ SHAPE = LoraShape(
 )
 
 
+LLAMA = KernelShape("bfloat16", n_q=32, n_kv=8, head_dim=128, page_tokens=16, chunk_width=256)
+UNSUITABLE = [
+    ({"dtype": "float32"}, "compute in bfloat16, not float32"),
+    ({"head_dim": 80}, "head_dim must be 64 or 128, not 80"),
+    ({"n_q": 40, "n_kv": 2}, "40 query heads over 2 KV heads"),
+    ({"page_tokens": 12}, "page_tokens 12 must be a multiple of 8"),
+    ({"chunk_width": 32}, "must be a multiple of 64; the widest columns that divide all are 32"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "platform", "capability", "dtype", "want"),
+    ("name", "platform", "capability", "want"),
     [
-        ("auto", "cpu", None, "bfloat16", "xla"),
-        ("auto", "gpu", "9.0", "bfloat16", "xla"),
-        ("mosaic", "gpu", "9.0", "bfloat16", "mosaic"),
-        ("xla", "gpu", "9.0", "bfloat16", "xla"),
+        ("auto", "cpu", None, "xla"),
+        ("auto", "gpu", "8.9", "xla"),
+        ("auto", "gpu", "9.0", "mosaic"),
+        ("mosaic", "gpu", "9.0", "mosaic"),
+        ("xla", "gpu", "9.0", "xla"),
     ],
 )
-def test_auto_is_xla_and_a_name_is_obeyed(
-    name: str, platform: str, capability: str | None, dtype: str, want: str
+def test_auto_is_mosaic_on_hopper_and_a_name_is_obeyed(
+    name: str, platform: str, capability: str | None, want: str
 ) -> None:
-    assert select_backend(name, platform, capability, dtype).name == want
+    assert select_backend(name, platform, capability, LLAMA).name == want
 
 
 @pytest.mark.parametrize(
-    ("platform", "capability", "dtype", "message"),
+    ("platform", "capability", "message"),
     [
-        ("cpu", None, "bfloat16", r"needs a Hopper GPU \(compute capability 9.x\), found cpu"),
-        ("gpu", "8.9", "bfloat16", "found compute capability 8.9"),
-        ("gpu", "10.0", "bfloat16", "found compute capability 10.0"),
-        ("gpu", "9.0", "float32", "computes in bfloat16, not float32"),
+        ("cpu", None, r"needs a Hopper GPU \(compute capability 9.x\), found cpu"),
+        ("gpu", "8.9", "found compute capability 8.9"),
+        ("gpu", "10.0", "found compute capability 10.0"),
     ],
 )
 def test_a_backend_that_cannot_run_here_is_refused(
-    platform: str, capability: str | None, dtype: str, message: str
+    platform: str, capability: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        select_backend("mosaic", platform, capability, dtype)
+        select_backend("mosaic", platform, capability, LLAMA)
+
+
+@pytest.mark.parametrize(("change", "message"), UNSUITABLE)
+def test_a_model_that_the_kernels_cannot_serve_is_told(
+    change: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By name it is an error; auto takes plain JAX and says why in the log."""
+    shape = dataclasses.replace(LLAMA, **change)
+    with pytest.raises(ValueError, match=message):
+        select_backend("mosaic", "gpu", "9.0", shape)
+    assert select_backend("auto", "gpu", "9.0", shape) is XLA
+    assert re.search(message, caplog.text)
 
 
 @pytest.mark.parametrize("backend", [XLA, MOSAIC], ids=lambda b: b.name)

@@ -260,7 +260,7 @@ def test_limits_are_told() -> None:
     good: dict[str, Any] = {"modules": QKV, "in_dim": 128, "out_dims": (128, 64, 64), "chunk_width": W}
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"modules": (0, 1)}, "modules"),
-        ({"chunk_width": 32}, "chunk_width 32 must be 64, 128 or 256"),
+        ({"chunk_width": 32}, "chunk_width 32 must be one of"),
         ({"chunk_width": 128}, "must divide"),
         ({"in_dim": 64}, "do not fit"),
     )

@@ -105,7 +105,7 @@ def run_all(engine: Engine, requests: Iterable[tuple[list[int], str | None, int]
 
 def offline_shapes(engine: Engine, *, adapters: bool) -> list[StepShape]:
     """The shapes that most of these steps have, to be compiled in parallel; the warm-up compiles the rest."""
-    buckets, shapes = engine._runner.buckets, []
+    buckets, shapes = engine._runner.buckets, list[StepShape]()
     groups = engine._runner.expect(
         {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)} if adapters else ()
     )

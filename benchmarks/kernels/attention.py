@@ -255,8 +255,8 @@ CASES: list[Case] = [
     ),
 ]
 if os.environ.get("SLORA_BENCH_VARIANTS"):
-    for tuning in ({"zero_rows": False}, {"zero_rows": True}):
+    for zero_rows in (False, True):
         for shape in ((256, 400, 32, 32), (256, 400, 32, 8), (128, 1024, 32, 8)):
-            CASES.append(_decode(*shape, bench="paged_decode_variant", **tuning))
+            CASES.append(_decode(*shape, bench="paged_decode_variant", zero_rows=zero_rows))
     for tuning in ({"overlap": False}, {"pingpong": True}, {"auto_barriers": True}, {"tile": 64}):
         CASES.append(_prefill(4096, 32, 8, bench="prefill_variant", **tuning))

@@ -114,7 +114,7 @@ def test_prefill_attention(model: ModelConfig) -> None:
 
     def run(backend: Any, dtype: Any) -> jax.Array:
         tile, positions, rows = backend.prefill_tile, np.zeros(TOKENS, np.int32), np.zeros(TOKENS, np.int32)
-        tiles, at = [], 0
+        tiles, at = list[tuple[int, int, int]](), 0
         for seq, (before, size) in enumerate(CHUNKS):
             positions[at : at + size] = np.arange(before, before + size)
             mine = cut_tiles(seq, at, size, tile, backend.row_alignment)

@@ -1,10 +1,11 @@
 """Who runs in the next step: continuous batching with ragged chunked prefill, over one budget of pages.
 
-First come, first served. A step takes every running sequence's decode, then prefill chunks of running
-sequences, then admits waiting ones, within `max_step_tokens`. When pages run out, idle adapters give way
-first, then the youngest running sequence is preempted: it gives its pages back and recomputes later. The
-oldest sequence can always take what it needs (admission checks that one request fits the pool), so something
-always moves.
+A step takes every running sequence's decode, then prefill chunks of running sequences, then admits waiting
+ones in the order that the policy says (`waiting.py`), within `max_step_tokens`. When pages run out, idle
+adapters give way first, then the sequence that was admitted last is preempted: it gives its pages back, and
+recomputes before anybody new is admitted. The one admitted first can always take what it needs (admission
+checks that one request fits the pool), so something always moves; and as admissions stop while the next one
+in order does not fit, everybody's turn comes. Costs O(running) a step, whatever waits or is registered.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Callable, Iterator
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.request import Sequence
+from slora_jax.waiting import WaitingQueue
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
 class Chunk:
     """`count` tokens of a sequence from position `start`; `samples`: its next token is drawn after them."""
 
@@ -60,22 +62,32 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Owns the queue, the slots and sequences' pages. `load(adapter)` must write a newly resident adapter."""
+    """Owns the queue, the slots and sequences' pages. `load(adapter)` must write a newly resident adapter.
+
+    `clock` gives the seconds that `RequestMetrics` are in.
+    """
 
     def __init__(
-        self, limits: SchedulerLimits, pool: PagePool, adapters: AdapterStore, load: Callable[[Adapter], None]
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        adapters: AdapterStore,
+        load: Callable[[Adapter], None],
+        waiting: WaitingQueue,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._pool = pool
         self._adapters = adapters
         self._load = load
-        self.waiting: collections.deque[Sequence] = collections.deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.waiting = waiting
+        self._clock = clock
+        self.running: dict[Sequence, None] = {}  # an ordered set, first admitted first
         self.preemptions = 0
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold the KV of so many tokens."""
@@ -84,27 +96,22 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step; advances `num_computed` and `pending` of what it takes. Empty: nothing can run."""
         plan = StepPlan([], [])
-        for sequence in list(self.running):  # decodes first: a long prompt never stalls them
-            if sequence.slot is not None and sequence.remaining == 1 and not sequence.complete:
+        for sequence in self._take_decodes(plan):  # those first: a long prompt never stalls them
+            if sequence.slot is not None:
                 self._take(plan, sequence)
-        for sequence in list(self.running):
-            if sequence.slot is not None and sequence.remaining > 1:
-                self._take(plan, sequence)
-        while self.waiting and self._has_budget(plan) and self._admit(self.waiting[0]):
-            self._take(plan, self.running[-1])
+        self._admit_waiting(plan)
         return self._commit(plan)
 
     def finish(self, sequence: Sequence) -> None:
         """Give back what a sequence holds; it is never scheduled again."""
-        if sequence.slot is None:
-            self.waiting.remove(sequence)
-        else:
+        if sequence.slot is not None:
             self._stop_running(sequence)
+        self.waiting.ended(sequence)
 
     def preempt_all(self) -> None:
         """Send every running sequence back to the queue, in order, to be computed anew."""
         while self.running:
-            self._preempt(StepPlan([], []), self.running[-1])
+            self._preempt(StepPlan([], []), next(reversed(self.running)))
 
     def check_integrity(self) -> None:
         """Pages, slots and pins add up; raises AssertionError saying what does not."""
@@ -122,6 +129,25 @@ class Scheduler:
             )
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
+        self.waiting.check_integrity(self.running)
+
+    def _take_decodes(self, plan: StepPlan) -> list[Sequence]:
+        """Put the running sequences that lack one token into the plan; the others that lack some."""
+        longer = []
+        size = self._limits.page_tokens
+        for sequence in list(self.running):  # hundreds, each step: no properties, no calls
+            if sequence.slot is None:
+                continue  # preempted for one before it
+            length, computed = len(sequence.tokens) + sequence.pending, sequence.num_computed
+            if length - computed > 1:
+                longer.append(sequence)
+            elif (
+                length - computed == 1
+                and length < sequence.max_len
+                and (computed < len(sequence.pages) * size or self._ensure_pages(plan, sequence, length))
+            ):
+                plan.decodes.append(Chunk(sequence, computed, 1, True))
+        return longer
 
     def _has_budget(self, plan: StepPlan) -> bool:
         return (
@@ -145,7 +171,7 @@ class Scheduler:
         """Grow a running sequence to `tokens`; preempts younger sequences, at last itself (then False)."""
         need = self.pages_for(tokens) - len(sequence.pages)
         while need > 0 and not self._adapters.make_room(need):
-            victim = self.running[-1]
+            victim = next(reversed(self.running))
             self._preempt(plan, victim)
             if victim is sequence:
                 return False
@@ -162,11 +188,11 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.request.metrics.num_preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.preempted(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
-        self.running.remove(sequence)
+        del self.running[sequence]
         self._slots.append(sequence.slot)
         sequence.slot = None
         self._pool.release(sequence.pages)
@@ -174,8 +200,26 @@ class Scheduler:
         if sequence.adapter is not None:
             self._adapters.unpin(sequence.adapter)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Move the head of the queue to the running ones, with its adapter resident, if all of it fits now.
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """Admit who is next while budget, slots and pages allow."""
+        if not self._slots or not self._has_budget(plan) or self.waiting.head() is None:
+            return
+        now = self._clock()
+        lacking = sum(map(self._lacking, self.running))
+        while self._has_budget(plan) and (sequence := self.waiting.head()) and self._admit(sequence, lacking):
+            metrics = sequence.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+            self._take(plan, sequence)
+            lacking += self._lacking(sequence)
+
+    def _lacking(self, sequence: Sequence) -> int:
+        """Pages that a running sequence lacks of its prompt, and one for its next tokens."""
+        return max(1, self.pages_for(sequence.num_tokens) - len(sequence.pages))
+
+    def _admit(self, sequence: Sequence, lacking: int) -> bool:
+        """Move the head of the queue to the running ones, with its adapter resident, if all of it fits now
+        beside the `lacking` pages of running ones.
 
         A preempted sequence waits until the tokens it had sampled have come back from the device.
         """
@@ -185,7 +229,6 @@ class Scheduler:
         absent = adapter if adapter is not None and adapter.pages is None else None
         # All of its prompt, beside what running ones lack of theirs and a page for their next tokens: a
         # sequence that is let in for less is preempted before it samples, and computes its prompt in vain.
-        lacking = sum(max(1, self.pages_for(s.num_tokens) - len(s.pages)) for s in self.running)
         need = self.pages_for(sequence.remaining) + lacking + (absent.num_pages if absent else 0)
         if self.running and not self._adapters.can_make_room(need, keep=adapter):
             return False
@@ -193,19 +236,16 @@ class Scheduler:
             self._adapters.make_resident(absent, self._load)
         if adapter is not None:
             self._adapters.pin(adapter)
-        self.waiting.popleft()
+        self.waiting.admitted(sequence)
         sequence.slot = self._slots.pop()
-        self.running.append(sequence)
+        self.running[sequence] = None
         return True
 
     def _commit(self, plan: StepPlan) -> StepPlan:
         for chunks in (plan.decodes, plan.prefills):
             # An adapter's tokens lie side by side, so that kernels read its weights once.
             chunks.sort(key=lambda c: 0 if c.sequence.adapter is None else c.sequence.adapter.generation)
-        now = time.monotonic()
         for chunk in plan:
-            if chunk.sequence.request.metrics.first_scheduled_time is None:
-                chunk.sequence.request.metrics.first_scheduled_time = now
             chunk.sequence.num_computed += chunk.count
             chunk.sequence.pending += chunk.samples
         return plan

@@ -3,7 +3,8 @@
 An order ranks its sequences by `Sequence.rank`: the time of arrival, later by so many seconds a step of
 priority. So a sequence overtakes only those that came at most that much earlier, and none starves. `cluster`
 takes sequences whose adapter is in the batch or resident first, but nobody is overtaken by it more than
-`max_passes` times. `vtc` chooses the tenant first, and leaves the order within a tenant to one of the other two.
+`max_passes` times. `vtc` chooses the tenant first, and leaves the order within a tenant to one of the other
+two.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class ClusterOrder:
 
 @dataclasses.dataclass(eq=False)
 class _Tenant:
-    """`counter`: the price of what it got, over its weight. `listed`: it is in the heap of tenants that wait."""
+    """`counter`: the price of what it got, over its weight. `listed`: it is in the heap of those that wait."""
 
     number: int
     weight: float
@@ -192,9 +193,9 @@ class VtcOrder:
 
     The tenant whose counter is least is served next. A counter grows by `input_price` for each prompt token
     when a sequence is admitted and by `output_price` for each token that it gives, both over the tenant's
-    weight. A tenant that comes back from idleness is lifted to the least counter of those that wait: it
-    saved nothing up. While two tenants wait all the time, what they get (price over weight) differs by at most
-    2 * max(input_price * longest prompt, output_price * M), the paper's bound, where M is the tokens of
+    weight. A tenant that comes back from idleness is lifted to the least counter of those that wait: it saved
+    nothing up. While two tenants wait all the time, what they get (price over weight) differs by at most 2 *
+    max(input_price * longest prompt, output_price * M), the paper's bound, where M is the tokens of
     max_batch_size sequences of full length (output_price must not be below input_price).
     """
 

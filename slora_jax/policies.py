@@ -178,7 +178,7 @@ class ClusterOrder:
 
 @dataclasses.dataclass(eq=False)
 class _Tenant:
-    """`counter`: the price of what it got, over its weight. `listed`: it is in the heap of those that wait."""
+    """`counter`: the price of what it got, over its weight. `listed`: it is in the heap of waiting ones."""
 
     number: int
     weight: float

@@ -132,7 +132,7 @@ class VirtualServer:
             self.abort(request, reason)
 
     def step(self, schedule: Callable[[], StepPlan] | None = None) -> StepPlan:
-        """Give up, schedule (by `schedule` where it is given), let the step's time pass, end what is whole."""
+        """Give up, schedule (with `schedule` if it is given), let the step's time pass, end what is whole."""
         self.give_up_overdue()
         self._loaded_pages = 0
         before = len(self.scheduler.running)
@@ -160,7 +160,8 @@ class VirtualServer:
         self.scheduler.check_integrity()
         held = [*self.scheduler.running, *self.waiting]
         live = {s for r in self.live for s in r.sequences if s.finish_reason is None}
-        assert len(held) == len(set(held)) and set(held) == live
+        assert len(held) == len(set(held))
+        assert set(held) == live
 
     def _load(self, adapter: Adapter) -> None:
         self._loaded_pages += adapter.num_pages

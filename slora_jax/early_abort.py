@@ -33,6 +33,11 @@ class MovingRate:
         """0 before any time was observed."""
         return self._events / self._seconds if self._seconds > 0 else 0.0
 
+    @property
+    def upper(self) -> float:
+        """One standard deviation of so many events above `value`."""
+        return (self._events + math.sqrt(self._events)) / self._seconds if self._seconds > 0 else 0.0
+
 
 class MovingBound:
     """What a noisy time seldom exceeds: moving mean and twice the moving mean deviation (TCP's estimator)."""
@@ -60,15 +65,17 @@ class EarlyAbort:
 
     Let T be the target and p the time from a request's start to its first token. Those whose age plus p
     exceeds T are late whatever happens. While arrivals come at least as fast as requests are taken (mu a
-    second, measured while some wait), only the latest mu * (T - p) can be in time; older ones are given up.
+    second, measured while some wait, a standard deviation in their favour), only the latest mu * (T - p) can
+    be in time; older ones are given up.
     """
 
     def __init__(self, target_s: float) -> None:
         self._target = target_s
         self._waiting: collections.OrderedDict[Request, None] = collections.OrderedDict()  # oldest first
-        self._arrivals, self._service = MovingRate(target_s), MovingRate(5 * target_s)
+        self._arrivals, self._service = MovingRate(3 * target_s), MovingRate(3 * target_s)
         self._first_token = MovingBound()
         self._then: float | None = None
+        self._full_for: float | None = None  # seconds before _then, if somebody waited all that time
         self._arrived = self._started = 0  # since _then
 
     def add(self, request: Request) -> None:
@@ -98,8 +105,8 @@ class EarlyAbort:
         self._measure(now)
         room = self._target - self._first_token.value
         keep = len(self._waiting)
-        if self._service.observed >= self._target and self._arrivals.value >= self._service.value:
-            keep = max(1, int(self._service.value * room))
+        if self._service.observed >= self._target and self._arrivals.value >= self._service.upper:
+            keep = max(1, int(self._service.upper * room))
         while self._waiting:
             request = next(iter(self._waiting))
             waited = now - request.metrics.arrival_time
@@ -109,11 +116,14 @@ class EarlyAbort:
             yield request, self._reason(waited)
 
     def _measure(self, now: float) -> None:
+        if self._full_for is not None:  # those just taken are all for whom it made room
+            self._service.add(self._started, self._full_for)
+            self._full_for = None
         if self._then is not None:
-            oldest = next(iter(self._waiting), None)
             self._arrivals.add(self._arrived, now - self._then)
-            if oldest is not None and oldest.metrics.arrival_time <= self._then:  # as many as could be taken
-                self._service.add(self._started, now - self._then)
+            oldest = next(iter(self._waiting), None)
+            if oldest is not None and oldest.metrics.arrival_time <= self._then:  # was left waiting then
+                self._full_for = now - self._then
         self._then = now
         self._arrived = self._started = 0
 

@@ -11,6 +11,7 @@ in order does not fit, everybody's turn comes. Costs O(running) a step, whatever
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -202,16 +203,19 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit who is next while budget, slots and pages allow."""
-        if not self._slots or not self._has_budget(plan) or self.waiting.head() is None:
+        if not self._slots or not self.waiting:
             return
         now = self._clock()
         lacking = sum(map(self._lacking, self.running))
-        while self._has_budget(plan) and (sequence := self.waiting.head()) and self._admit(sequence, lacking):
-            metrics = sequence.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
-            self._take(plan, sequence)
-            lacking += self._lacking(sequence)
+        with contextlib.closing(self.waiting.candidates()) as candidates:
+            for sequence in candidates:
+                if not self._has_budget(plan) or not self._admit(sequence, lacking):
+                    return
+                metrics = sequence.request.metrics
+                if metrics.first_scheduled_time is None:
+                    metrics.first_scheduled_time = now
+                self._take(plan, sequence)
+                lacking += self._lacking(sequence)
 
     def _lacking(self, sequence: Sequence) -> int:
         """Pages that a running sequence lacks of its prompt, and one for its next tokens."""

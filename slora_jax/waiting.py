@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from slora_jax.config import EngineConfig
 from slora_jax.early_abort import EarlyAbort
@@ -76,19 +76,23 @@ class WaitingQueue:
         """The one to admit next; None where nobody waits who may run now."""
         return self._preempted.head() or self._order.head()
 
-    def hold(self, sequence: Sequence) -> None:
-        """Pass a waiting sequence over until `release` (its adapter is on its way, say)."""
-        if self._waiting[sequence]:
-            self._preempted.discard(sequence)
-        else:
-            self._order.hold(sequence)
+    def candidates(self) -> Generator[Sequence]:
+        """Who is next, then who is next if that one is passed over or was admitted meanwhile, and so on.
 
-    def release(self, sequence: Sequence) -> None:
-        """End the `hold` of a sequence that still waits."""
-        if self._waiting[sequence]:
-            self._preempted.push(sequence)
-        else:
-            self._order.release(sequence)
+        Closing it makes those passed over as good as before, at their old ranks. Costs O(log waiting) for
+        each one that was seen.
+        """
+        passed: list[Sequence] = []
+        try:
+            while (sequence := self.head()) is not None:
+                yield sequence
+                if sequence in self._waiting:
+                    self._hold(sequence)
+                    passed.append(sequence)
+        finally:
+            for sequence in passed:
+                if sequence in self._waiting:
+                    self._release(sequence)
 
     def admitted(self, sequence: Sequence) -> None:
         """It runs from now on."""
@@ -149,6 +153,18 @@ class WaitingQueue:
             preempted = [s for s, had_run in self._waiting.items() if had_run]
             new = [s for s, had_run in self._waiting.items() if not had_run]
             self._limits.check_integrity(new, [*running, *preempted])
+
+    def _hold(self, sequence: Sequence) -> None:
+        if self._waiting[sequence]:
+            self._preempted.discard(sequence)
+        else:
+            self._order.hold(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self._waiting[sequence]:
+            self._preempted.push(sequence)
+        else:
+            self._order.release(sequence)
 
     def _enter(self, sequence: Sequence, preempted: bool) -> None:
         self._waiting[sequence] = preempted

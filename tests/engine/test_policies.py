@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -37,7 +38,7 @@ def admission_order(served: VirtualServer) -> list[str]:
 
 def overtakes(served: VirtualServer) -> dict[str, int]:
     """How many requests that came later were admitted before each one."""
-    order = [int(i) for i in admission_order(served)]
+    order = list(dict.fromkeys(int(i) for i in admission_order(served)))  # without those that came back
     return {str(r): sum(o > r for o in order[: order.index(r)]) for r in order}
 
 
@@ -406,6 +407,35 @@ def test_a_wrong_option_is_refused_by_name(fields: dict[str, Any], message: str)
         EngineConfig(**fields)
 
 
+# -- passing over, as a scheduler does while an adapter is loaded --
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_candidates_are_those_whom_the_policy_would_take_one_after_the_other(policy: str) -> None:
+    """Those passed over are put back at their ranks; with one passed over, the others keep their order."""
+    served = server(policy, batch=1, num_pages=4000, ttft_target_s=100.0)
+    adapters = spread(served, 4)
+    draw = random.Random(5)
+    for i in range(40):
+        adapter = draw.choice([*adapters, None])
+        served.add(Arrival(0.0, 4, 2, adapter, "abc"[i % 3], draw.randint(-1, 1)))
+    with contextlib.closing(served.waiting.candidates()) as candidates:
+        seen = list(candidates)
+    assert set(seen) == set(served.waiting)
+    with contextlib.closing(served.waiting.candidates()) as candidates:
+        assert [next(candidates) for _ in range(7)] == seen[:7]
+    assert served.waiting.head() is seen[0]
+    with contextlib.closing(served.waiting.candidates()) as candidates:
+        next(candidates)
+        second = next(candidates)
+        served.waiting.admitted(second)
+        assert second not in served.waiting
+        if policy in ("fcfs", "early-abort"):
+            assert next(candidates) is seen[2]
+    assert served.waiting.head() is not second
+    assert len(served.waiting) == 39
+
+
 # -- nobody starves, nobody is lost --
 
 
@@ -505,23 +535,16 @@ class PolicyMachine(RuleBasedStateMachine):
             self.served.step()
             self.served.check_integrity()
 
-    @rule(pick=st.integers(0, 100), steps=st.integers(0, 3))
-    def hold(self, pick: int, steps: int) -> None:
-        """What an adapter that loads meanwhile does to its sequences."""
-        held = [s for i, s in enumerate(self.served.waiting) if i % (2 + pick % 3) == 0]
-        held = [s for s in held if not self.parked(s)]
-        for sequence in held:
-            self.served.waiting.hold(sequence)
-        for _ in range(steps):
-            self.served.step()
-            assert not any(s.slot is not None for s in held), "a sequence on hold was admitted"
-        for sequence in held:
-            if sequence in self.served.waiting:
-                self.served.waiting.release(sequence)
-
-    def parked(self, sequence: Any) -> bool:
-        limits = self.served.waiting._limits
-        return limits is not None and limits.parks(sequence)
+    @rule(seen=st.integers(0, 30))
+    def look(self, seen: int) -> None:
+        """What a scheduler that passes sequences over sees: each once, and the same the next time."""
+        looks = []
+        for _ in range(2):
+            with contextlib.closing(self.served.waiting.candidates()) as candidates:
+                looks.append(list(itertools.islice(candidates, seen)))
+        assert looks[0] == looks[1]
+        assert len(set(looks[0])) == len(looks[0])
+        assert all(s in self.served.waiting for s in looks[0])
 
     @invariant()
     def adds_up(self) -> None:

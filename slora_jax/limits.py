@@ -75,6 +75,7 @@ class Limits:
 
     def __init__(self, limits: Iterable[Limit], clock: Callable[[], float]) -> None:
         self._limits = [limit for limit in limits if limit]
+        self._rates = any(limit.tokens_per_minute is not None for limit in self._limits)
         self._clock = clock
         self._accounts: dict[tuple[str, str], _Account] = {}
         self._parked: dict[Sequence, _Account] = {}
@@ -108,8 +109,9 @@ class Limits:
 
     def sampled(self, sequence: Sequence) -> None:
         """It gave one token of output."""
-        for account in self._of(sequence.request):
-            account.tokens -= 1
+        if self._rates:
+            for account in self._of(sequence.request):
+                account.tokens -= 1
 
     def ended(self, sequence: Sequence, waiting: bool) -> list[Sequence]:
         """It ended, while `waiting` to be admitted or after that. Those that are let through in its place."""

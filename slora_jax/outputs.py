@@ -139,7 +139,7 @@ class EngineStats:
     adapters_resident: int
     adapter_loads: int  # counter: copies into the pool
     adapter_evictions: int  # counter
-    running_adapters: tuple[str, ...]
+    running_adapters: tuple[str, ...]  # each name once, in no order
     waiting_adapters: tuple[str, ...]
     steps: int  # counter
     prompt_tokens: int  # counter: prompt tokens computed, recomputation included

@@ -109,19 +109,24 @@ def _resident(adapter: Adapter | None) -> bool:
     return adapter is None or adapter.pages is not None
 
 
+Seekers = dict[Adapter, "dict[ClusterOrder, None]"]  # adapter -> orders where a sequence waits for it
+
+
 class ClusterOrder:
     """Adapter clustering (S-LoRA): sequences first whose adapter runs, then those whose adapter is resident.
 
     When `max_passes` sequences that came later have gone before the oldest, the order is by rank until it is
     taken: whoever waits is overtaken by at most so many. Those of the base need no adapter: they are near.
+    `seekers` is shared by the orders of a queue: its owner calls their `came_near`.
     """
 
-    def __init__(self, max_passes: int) -> None:
+    def __init__(self, max_passes: int, seekers: Seekers) -> None:
         self._max_passes = max_passes
         self._all = RankHeap()
         self._of: dict[Adapter, RankHeap] = {}
-        # For every adapter that is near its first sequence, and maybe others. Adapters go away unasked, so
-        # entries are checked when they are met; they come near by an admission only, which is told.
+        self._seekers = seekers
+        # For every adapter that is near its first sequence, and maybe others. Adapters go away untold, so
+        # entries are checked when they are met.
         self._near = ((RankHeap(), _in_batch), (RankHeap(), _resident))
         self._arrivals: collections.OrderedDict[Sequence, int] = collections.OrderedDict()  # oldest first
         self._arrived = self._gone = 0
@@ -152,19 +157,32 @@ class ClusterOrder:
         following = others.head()
         if following is None:
             del self._of[adapter]
+            del self._seekers[adapter][self]
+            if not self._seekers[adapter]:
+                del self._seekers[adapter]
         else:
             self._put_near(following)
 
     def release(self, sequence: Sequence) -> None:
         self._all.push(sequence)
-        if sequence.adapter is not None:
-            self._of.setdefault(sequence.adapter, RankHeap()).push(sequence)
+        adapter = sequence.adapter
+        if adapter is not None:
+            if adapter not in self._of:
+                self._of[adapter] = RankHeap()
+                self._seekers.setdefault(adapter, {})[self] = None
+            self._of[adapter].push(sequence)
         self._put_near(sequence)
 
     def remove(self, sequence: Sequence, admitted: bool) -> None:
         self.hold(sequence)
         del self._arrivals[sequence]
         self._gone += 1
+
+    def came_near(self, adapter: Adapter) -> None:
+        """An adapter of `seekers` was brought into the batch or the pool."""
+        first = self._of[adapter].head()
+        assert first is not None
+        self._put_near(first)
 
     def _put_near(self, sequence: Sequence) -> None:
         for heap, is_near in self._near:

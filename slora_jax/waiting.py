@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from slora_jax.config import EngineConfig
 from slora_jax.early_abort import EarlyAbort
 from slora_jax.limits import Limit, Limits
-from slora_jax.policies import ClusterOrder, FcfsOrder, Order, RankHeap, VtcOrder
+from slora_jax.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
 from slora_jax.request import Request, Sequence
 
 
@@ -24,7 +24,8 @@ class WaitingQueue:
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._priority_s = config.priority_s
-        self._order = _order(config)
+        self._seekers: Seekers = {}
+        self._order = _order(config, self._seekers)
         self._vtc = self._order if isinstance(self._order, VtcOrder) else None
         self._limits = _limits(config, clock)
         self._early = EarlyAbort(config.ttft_target_s) if "early-abort" in config.policies else None
@@ -95,11 +96,18 @@ class WaitingQueue:
                     self._release(sequence)
 
     def admitted(self, sequence: Sequence) -> None:
-        """It runs from now on."""
-        if self._leave(sequence):
+        """It runs from now on, its adapter pinned."""
+        had_run = self._leave(sequence)
+        if had_run:
             self._preempted.discard(sequence)
+        else:
+            self._order.remove(sequence, admitted=True)
+        adapter = sequence.adapter
+        if adapter is not None and adapter.pins == 1:  # the first of the batch
+            for order in self._seekers.get(adapter, ()):
+                order.came_near(adapter)
+        if had_run:
             return
-        self._order.remove(sequence, admitted=True)
         if self._limits is not None:
             self._limits.admitted(sequence)
         if self._early is not None:
@@ -181,9 +189,11 @@ class WaitingQueue:
         return self._waiting.pop(sequence)
 
 
-def _order(config: EngineConfig) -> Order:
+def _order(config: EngineConfig, seekers: Seekers) -> Order:
     def within() -> Order:
-        return ClusterOrder(config.cluster_max_passes) if "cluster" in config.policies else FcfsOrder()
+        if "cluster" in config.policies:
+            return ClusterOrder(config.cluster_max_passes, seekers)
+        return FcfsOrder()
 
     if "vtc" not in config.policies:
         return within()

@@ -6,13 +6,20 @@ import collections
 import contextlib
 import itertools
 import random
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from slora_jax import EngineConfig, LimitExceededError, SamplingParams
 from slora_jax.lora.store import Adapter
@@ -144,6 +151,31 @@ def test_cluster_prefers_adapters_of_the_batch_then_resident_ones_then_the_base_
     assert admission_order(served)[3:] == ["5", "8", "4", "7", "3", "6"]
 
 
+def test_cluster_counts_those_who_left_the_queue_unserved_as_gone() -> None:
+    """Requests that were aborted before it make no room for others to overtake the oldest."""
+    served = server("cluster", batch=1, cluster_max_passes=3)
+    near, far = spread(served, 2)
+    served.add(Arrival(0.0, 4, 5, near))
+    served.step()
+    gone = [served.add(Arrival(served.now, 4, 5, far)) for _ in range(30)]
+    oldest = served.add(Arrival(served.now, 4, 5, far))
+    for _ in range(20):
+        served.add(Arrival(served.now, 4, 5, near))
+    for request in gone:
+        served.abort(request, "by the user")
+    served.run([])
+    assert overtakes(served)[oldest.request_id] == 3
+
+
+def test_cluster_knows_of_adapters_that_another_tenant_brought_in() -> None:
+    served = server("vtc+cluster", batch=2)
+    first, second, third = spread(served, 3)
+    for adapter, tenant in ((second, "a"), (third, "b"), (first, "b"), (second, "b")):
+        served.add(Arrival(0.0, 4, 50 if tenant == "a" else 1, adapter, tenant))
+    served.run([])
+    assert admission_order(served) == ["0", "3", "1", "2"]
+
+
 @pytest.mark.parametrize("max_passes", [0, 1, 5, 64])
 @pytest.mark.parametrize("policy", ["cluster", "vtc+cluster"])
 def test_cluster_overtakes_nobody_more_than_max_passes_times(policy: str, max_passes: int) -> None:
@@ -235,6 +267,17 @@ def test_vtc_gives_a_tenant_back_from_idleness_no_credit() -> None:
     assert abs(order[:20].count("late") - 10) <= 1, "the late tenant shares from now on, it does not catch up"
 
 
+def test_vtc_lifts_a_tenant_that_finds_nobody_waiting_to_the_one_that_left_last() -> None:
+    served = server("vtc", batch=1)
+    served.run(Arrival(0.0, 4, 10, tenant="busy") for _ in range(15))
+    for tenant in ("late", "busy"):
+        for _ in range(20):
+            served.add(Arrival(served.now, 4, 10, tenant=tenant))
+    served.run([])
+    order = [s.request.tenant for s in served.admitted[15:]]
+    assert abs(order[:20].count("late") - 10) <= 1
+
+
 def test_vtc_does_not_let_one_tenants_queue_delay_another() -> None:
     served = server("vtc", batch=2)
     for _ in range(200):
@@ -292,6 +335,29 @@ def test_under_overload_early_abort_serves_in_time_as_many_as_can_be(rate: float
     assert attained(served) >= 0.9 * capacity
     assert attained(overload("fcfs", rate)) < 0.5 * attained(served)
     assert all("first token would miss the target of 1 s" in reason for reason in served.reasons.values())
+
+
+def test_of_a_burst_early_abort_serves_those_it_can_and_gives_up_the_others_in_time() -> None:
+    runs = {}
+    for policy in ("fcfs", "early-abort"):
+        served = runs[policy] = server(policy, batch=10, num_pages=1000, ttft_target_s=1.0)
+        draw = random.Random(4)
+        served.run(Arrival(0.0, 4, draw.randint(30, 70)) for _ in range(60))
+    served = runs["early-abort"]
+    kept = [r for r in served.requests if r.request_id not in served.reasons]
+    assert all(in_time(r, 1.0) for r in kept)
+    assert len(kept) >= 0.9 * sum(in_time(r, 1.0) for r in runs["fcfs"].requests)
+    assert all((r.metrics.finished_time or 9.9) <= 1.02 for r in served.requests if r not in kept)
+
+
+def test_the_more_overload_the_fresher_are_those_that_early_abort_serves() -> None:
+    """The paper's rule keeps the latest: without it, everybody is served in the last moment."""
+    medians = []
+    for rate in (30.0, 80.0):
+        first = [r.metrics.time_to_first_token for r in overload("early-abort", rate).requests]
+        medians.append(statistics.median(t for t in first if t is not None))
+    assert medians[0] < 0.85
+    assert medians[1] < 0.5
 
 
 def test_early_abort_never_gives_up_what_has_begun() -> None:
@@ -570,3 +636,10 @@ class PolicyMachine(RuleBasedStateMachine):
 
 TestPolicies = PolicyMachine.TestCase
 TestPolicies.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_many_more_random_histories() -> None:
+    run_state_machine_as_test(
+        PolicyMachine, settings=settings(max_examples=1500, stateful_step_count=80, deadline=None)
+    )

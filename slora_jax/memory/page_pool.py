@@ -58,14 +58,13 @@ class PagePool:
         np.add.at(self._references, index, 1)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One reference fewer to each of these distinct pages; one without references is free again."""
-        index = np.asarray(pages, np.int64)
-        left = self._references[index] - 1
-        assert np.all(left >= 0), f"page {index[left < 0][0]} released more often than allocated"
-        self._references[index] = left
-        freed = index[left == 0]
-        self._kind[freed] = FREE
-        self._free += freed.tolist()
+        """One reference fewer to each page; a page without references is free again."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} released more often than allocated"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._kind[page] = FREE
+                self._free.append(page)
 
     def check_integrity(
         self, kv_holders: Iterable[Sequence[int]], adapter_holders: Iterable[Sequence[int]]

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 from slora_jax import EngineConfig, LimitExceededError, SamplingParams
 from slora_jax.lora.store import Adapter
 from slora_jax.request import Request
-from tests.engine.test_engine_properties import simulated_engine
+from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
+from tests.engine.test_engine_properties import VOCAB, simulated_engine
 from tests.engine.virtual_server import Arrival, StepCost, VirtualServer
 
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort", "vtc+cluster", "vtc+cluster+early-abort")
@@ -530,6 +531,42 @@ def test_nobody_starves_while_others_keep_coming(policy: str, seed: int) -> None
         served.step()
     assert mine.finished
     served.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_every_policy_an_engine_gives_each_request_its_own_tokens(policy: str) -> None:
+    engine = simulated_engine(
+        num_pages=46,
+        max_batch_size=4,
+        max_step_tokens=16,
+        scheduling_policy=policy,
+        tenant_max_concurrency=3,
+        tenant_weights={"b": 2.0},
+        ttft_target_s=1000.0,
+    )
+    layout = engine._runner.layout  # type: ignore[attr-defined]
+    for i, name in enumerate("xyz", 1):
+        engine.load_adapter(name, simulated_adapter(layout, i, 8))
+    draw = random.Random(6)
+    want, got = {}, collections.defaultdict(list)
+    for i in range(30):
+        prompt, output = [i] * draw.randint(1, 30), draw.randint(1, 60)
+        pick = draw.randint(0, 3)
+        request_id = engine.add_request(
+            prompt,
+            (None, "x", "y", "z")[pick],
+            SamplingParams(max_tokens=output),
+            tenant=draw.choice("abc"),
+            priority=draw.randint(-1, 1),
+            deadline_s=1000.0,
+        )
+        want[request_id] = expected_tokens(prompt, pick or BASE, output, VOCAB)
+    while engine.has_unfinished():
+        for event in engine.step():
+            got[event.request_id] += event.token_ids
+        engine.check_integrity()
+    assert got == want
+    assert engine.stats().preemptions > 0
 
 
 class PolicyMachine(RuleBasedStateMachine):

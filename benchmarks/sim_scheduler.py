@@ -150,7 +150,7 @@ def cluster(args: argparse.Namespace) -> None:
         first = [r.metrics.time_to_first_token or 0.0 for r in served.requests]
         case = {"policy": policy, "max_passes": passes, "n": 200, "alpha": alpha, "cost": "H200"}
         extra = {
-            "loads": served.store.loads,
+            "loads": served.loads,
             "most_overtaken": max(overtaken),  # under vtc within a tenant and by its fair shares
             "ttft_p50": round(float(np.median(first)), 2),
             "ttft_p99": round(float(np.percentile(first, 99)), 2),

@@ -139,7 +139,8 @@ def spread(served: VirtualServer, n: int, pages: int = 3) -> list[Adapter]:
 
 def test_cluster_prefers_adapters_of_the_batch_then_resident_ones_then_the_base_order() -> None:
     served = server("cluster", batch=2)
-    batch, resident, absent = spread(served, 3)
+    batch, resident = spread(served, 2)
+    absent = served.register("absent", 385)  # fits when nothing else runs
     served.run([Arrival(0.0, 4, 1, adapter=resident)])  # stays resident, idle
     start = served.now
     long = Arrival(start, 4, 60, adapter=batch)
@@ -200,7 +201,7 @@ def test_cluster_loads_fewer_adapters_than_fcfs() -> None:
         adapters = spread(served, 12)
         draw = random.Random(1)
         served.run([Arrival(0.0, 4, 6, adapter=draw.choice(adapters)) for _ in range(200)])
-        loads[policy] = served.store.loads
+        loads[policy] = served.loads
     assert loads["cluster"] < 0.6 * loads["fcfs"]
 
 

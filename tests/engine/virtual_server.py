@@ -74,7 +74,7 @@ class VirtualServer:
         self.live: dict[Request, None] = {}
         self.admitted: list[Sequence] = []
         self.reasons: dict[str, str] = {}
-        self._loaded_pages = 0
+        self.loads = self._loaded_pages = 0
 
     def clock(self) -> float:
         return self.now
@@ -164,6 +164,7 @@ class VirtualServer:
         assert set(held) == live
 
     def _load(self, adapter: Adapter) -> None:
+        self.loads += 1
         self._loaded_pages += adapter.num_pages
 
     def _seconds(self, plan: StepPlan) -> float:

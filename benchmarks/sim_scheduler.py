@@ -64,6 +64,7 @@ def schedule_step(args: argparse.Namespace) -> None:
             "cpu_p99": round(float(np.percentile(cpu, 99)), 4),
             "cpu_max": round(float(cpu.max()), 4),
             "steps": len(times),
+            "gc": "off",
             "resident": len(served.store.resident),
         }
         _report("schedule_step", case, round(float(np.median(times)), 4), "ms", **extra)
@@ -89,7 +90,7 @@ def _time_schedule(policy: str, args: argparse.Namespace) -> tuple[np.ndarray, n
         times.append((time.perf_counter() - started, time.thread_time() - cpu))
         return plan
 
-    gc.disable()  # as a server would freeze what it holds; collections are not the scheduler's
+    gc.disable()  # a collection walks over all that is queued and registered, whoever happens to set it off
     try:
         for _ in range(args.warm_steps):
             fill()

@@ -248,8 +248,13 @@ class Scheduler:
     def _commit(self, plan: StepPlan) -> StepPlan:
         for chunks in (plan.decodes, plan.prefills):
             # An adapter's tokens lie side by side, so that kernels read its weights once.
-            chunks.sort(key=lambda c: 0 if c.sequence.adapter is None else c.sequence.adapter.generation)
+            chunks.sort(key=_generation)
         for chunk in plan:
             chunk.sequence.num_computed += chunk.count
             chunk.sequence.pending += chunk.samples
         return plan
+
+
+def _generation(chunk: Chunk) -> int:
+    adapter = chunk.sequence.request.adapter
+    return 0 if adapter is None else adapter.generation

@@ -52,7 +52,7 @@ def popularity(n: int, alpha: float, rng: np.random.Generator) -> int:
 def schedule_step(args: argparse.Namespace) -> None:
     """Time `Scheduler.schedule` (with `overdue` before it) at a full batch and a long queue.
 
-    Times are of the thread's own CPU: it never waits, so that is its time on a core of its own. `clock_...` are
+    Times are of the thread's CPU: it never waits, so that is its time on a core of its own. `clock_...` are
     by the clock, with what other processes of a shared machine took meanwhile.
     """
     for policy in args.policy or POLICIES:

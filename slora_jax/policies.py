@@ -196,14 +196,20 @@ class ClusterOrder:
 
 @dataclasses.dataclass(eq=False)
 class _Tenant:
-    """`counter`: the price of what it got, over its weight. `listed`: it is in the heap of waiting ones."""
+    """`counter`: the price of what it got, over its weight. `ahead`: what its sequences on hold will cost.
+
+    `listed`: it is in the heap of tenants that wait, under `key`.
+    """
 
     number: int
     weight: float
     waiting: Order
     counter: float = 0.0
+    ahead: float = 0.0
+    held: int = 0
     running: int = 0
     listed: bool = False
+    key: float = 0.0
 
 
 class VtcOrder:
@@ -228,7 +234,8 @@ class VtcOrder:
         self._within, self._weights = within, weights
         self._input_price, self._output_price = input_price, output_price
         self._tenants: dict[str, _Tenant] = {}
-        self._heap: list[tuple[float, int, _Tenant]] = []  # counters may have grown since
+        self._heap: list[tuple[float, int, _Tenant]] = []  # counters may have grown since; others are stale
+        self._held: dict[Sequence, float] = {}  # on hold -> its price
         self._created = 0
         self._forget_at = 1024  # tenants
         self._left_last: _Tenant | None = None  # whose queue became empty last
@@ -247,19 +254,26 @@ class VtcOrder:
         return None if tenant is None else tenant.waiting.head()
 
     def hold(self, sequence: Sequence) -> None:
-        self._tenant(sequence).waiting.hold(sequence)
+        """Meanwhile its tenant counts as charged for it: whoever comes next is who would come after it."""
+        tenant = self._tenant(sequence)
+        tenant.waiting.hold(sequence)
+        self._held[sequence] = self._price(sequence, tenant)
+        tenant.ahead += self._held[sequence]
+        tenant.held += 1
 
     def release(self, sequence: Sequence) -> None:
         tenant = self._tenant(sequence)
         tenant.waiting.release(sequence)
+        self._end_hold(sequence, tenant)
         self._list(tenant)
 
     def remove(self, sequence: Sequence, admitted: bool) -> None:
         tenant = self._tenant(sequence)
         tenant.waiting.remove(sequence, admitted)
+        self._end_hold(sequence, tenant)
         if admitted:
             tenant.running += 1
-            tenant.counter += self._input_price * sequence.prompt_len / tenant.weight
+            tenant.counter += self._price(sequence, tenant)
         if tenant.waiting.head() is None:
             self._left_last = tenant
 
@@ -287,23 +301,41 @@ class VtcOrder:
             self._created += 1
         return tenant
 
+    def _price(self, sequence: Sequence, tenant: _Tenant) -> float:
+        return self._input_price * sequence.prompt_len / tenant.weight
+
+    def _end_hold(self, sequence: Sequence, tenant: _Tenant) -> None:
+        price = self._held.pop(sequence, None)
+        if price is None:
+            return
+        tenant.held -= 1
+        tenant.ahead = tenant.ahead - price if tenant.held else 0.0  # exactly
+        if tenant.listed:
+            self._list(tenant)
+
     def _first(self) -> _Tenant | None:
         """The tenant of least counter among those that wait."""
         while self._heap:
-            counter, number, tenant = self._heap[0]
-            if tenant.waiting.head() is None:
+            key, number, tenant = self._heap[0]
+            current = tenant.counter + tenant.ahead
+            if not tenant.listed or key != tenant.key:  # stale
+                heapq.heappop(self._heap)
+            elif tenant.waiting.head() is None:
                 heapq.heappop(self._heap)
                 tenant.listed = False
-            elif counter < tenant.counter:
-                heapq.heapreplace(self._heap, (tenant.counter, number, tenant))
+            elif key < current:
+                tenant.key = current
+                heapq.heapreplace(self._heap, (current, number, tenant))
             else:
                 return tenant
         return None
 
     def _list(self, tenant: _Tenant) -> None:
-        if not tenant.listed:
-            tenant.listed = True
-            heapq.heappush(self._heap, (tenant.counter, tenant.number, tenant))
+        """Put a tenant into the heap, or forward in it where its counter fell."""
+        current = tenant.counter + tenant.ahead
+        if not tenant.listed or current < tenant.key:
+            tenant.listed, tenant.key = True, current
+            heapq.heappush(self._heap, (current, tenant.number, tenant))
 
     def _forget(self) -> None:
         """Drop idle tenants that would be lifted on their return anyway: names are the clients' to invent."""

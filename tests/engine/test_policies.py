@@ -504,6 +504,19 @@ def test_candidates_are_those_whom_the_policy_would_take_one_after_the_other(pol
     assert len(served.waiting) == 39
 
 
+def test_vtc_foresees_who_comes_next_as_if_those_before_had_been_admitted() -> None:
+    """What is loaded ahead is what will be needed: tenants take turns, each by the price of its prompts."""
+    served = server("vtc", batch=1, num_pages=4000)
+    for i in range(30):
+        served.add(Arrival(0.0, 20 if i % 2 else 5, 1, tenant="ab"[i % 2]))
+    with contextlib.closing(served.waiting.candidates()) as candidates:
+        foreseen = [s.request.request_id for s in itertools.islice(candidates, 15)]
+    served.run([])
+    tenants = [served.requests[int(r)].tenant for r in foreseen]
+    assert tenants.count("a") == 12  # each is four times as cheap
+    assert len(set(foreseen) & set(admission_order(served)[:15])) >= 14  # outputs cost, too
+
+
 # -- nobody starves, nobody is lost --
 
 
@@ -549,7 +562,8 @@ def test_under_every_policy_an_engine_gives_each_request_its_own_tokens(policy: 
     for i, name in enumerate("xyz", 1):
         engine.load_adapter(name, simulated_adapter(layout, i, 8))
     draw = random.Random(6)
-    want, got = {}, collections.defaultdict(list)
+    want: dict[str, list[int]] = {}
+    got: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
     for i in range(30):
         prompt, output = [i] * draw.randint(1, 30), draw.randint(1, 60)
         pick = draw.randint(0, 3)

@@ -209,7 +209,7 @@ def start_decoding(engine: Engine, batch: int, context: int, names: Sequence[str
         prompt = rng.integers(0, engine.model_config.vocab_size, context).tolist()
         engine.add_request(prompt, names[i % len(names)] if names else None, sampling)
     for sequence in list(scheduler.waiting):
-        assert scheduler._admit(sequence), "the pool is too small for this batch"
+        assert scheduler._admit(sequence, lacking=0), "the pool is too small for this batch"
         assert scheduler._ensure_pages(StepPlan([], []), sequence, context)
         sequence.num_computed = context - 1
 

@@ -40,6 +40,7 @@ from typing import Any, Protocol
 
 from slora_jax.config import EngineConfig
 from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
+from slora_jax.request import DEFAULT_TENANT
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
 
@@ -79,6 +80,10 @@ class EngineLike(Protocol):
         adapter_id: str | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> str: ...
     def abort(self, request_id: str) -> list[StreamEvent]: ...
     def step(self) -> list[StreamEvent]: ...
@@ -108,12 +113,15 @@ class _NullObserver:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt and how to continue it; `request_id` must be unique among unfinished requests."""
+    """One prompt, how to continue it, and when; `request_id` must be unique among unfinished requests."""
 
     request_id: str
     prompt: str | Sequence[int]
     adapter_id: str | None
     params: SamplingParams
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0
+    deadline_s: float | None = None
 
 
 class EventStream:
@@ -231,7 +239,8 @@ class AsyncEngine:
     async def submit(self, requests: Sequence[GenerateRequest]) -> EventStream:
         """Add all requests, or none; returns once the engine has accepted them.
 
-        Raises ValueError and UnknownAdapterError of `Engine.add_request`, EngineDeadError, ShuttingDownError.
+        Raises ValueError, UnknownAdapterError and LimitExceededError of `Engine.add_request`,
+        EngineDeadError, ShuttingDownError.
         """
         self._check_accepting()
         stream = EventStream(self, requests)
@@ -416,7 +425,13 @@ class AsyncEngine:
                 if request.request_id in self._routes:
                     raise ValueError(f"request id '{request.request_id}' is in use; choose another")
                 self._engine.add_request(
-                    request.prompt, request.adapter_id, request.params, request.request_id
+                    request.prompt,
+                    request.adapter_id,
+                    request.params,
+                    request.request_id,
+                    tenant=request.tenant,
+                    priority=request.priority,
+                    deadline_s=request.deadline_s,
                 )
                 self._routes[request.request_id] = _Route(
                     stream, request.adapter_id, set(range(request.params.n))

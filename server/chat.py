@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slora_jax.server.context import ServerContext, read_body
+from slora_jax.server.context import ServerContext, read_body, tenant_of
 from slora_jax.server.errors import bad_request
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
 from slora_jax.server.schemas import (
@@ -29,10 +29,12 @@ from slora_jax.server.schemas import (
 async def chat_completions(request: Request) -> Response:
     """The assistant's next message in a conversation."""
     body = await read_body(request, ChatCompletionRequest)
-    return await unless_disconnected(request, _chat(ServerContext.of(request), body))
+    return await unless_disconnected(
+        request, _chat(ServerContext.of(request), body, tenant_of(request, body))
+    )
 
 
-async def _chat(context: ServerContext, body: ChatCompletionRequest) -> Response:
+async def _chat(context: ServerContext, body: ChatCompletionRequest, tenant: str) -> Response:
     identity = Identity.new("chatcmpl", context.check_model(body.model))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     try:
@@ -46,7 +48,7 @@ async def _chat(context: ServerContext, body: ChatCompletionRequest) -> Response
     prompt = await context.encode_chat(messages, body.add_generation_prompt)
     context.check_length(len(prompt), max_tokens, "messages")
     form = ChatForm(context, identity, params.n, body)
-    return await respond(context, body, [prompt], params, form, identity)
+    return await respond(context, body, [prompt], params, form, identity, tenant)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slora_jax.server.context import ServerContext, read_body
+from slora_jax.server.context import ServerContext, read_body, tenant_of
 from slora_jax.server.errors import bad_request
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
 from slora_jax.server.schemas import (
@@ -23,10 +23,12 @@ from slora_jax.server.schemas import (
 async def completions(request: Request) -> Response:
     """Continue one or many prompts, given as text or as token ids."""
     body = await read_body(request, CompletionRequest)
-    return await unless_disconnected(request, _complete(ServerContext.of(request), body))
+    return await unless_disconnected(
+        request, _complete(ServerContext.of(request), body, tenant_of(request, body))
+    )
 
 
-async def _complete(context: ServerContext, body: CompletionRequest) -> Response:
+async def _complete(context: ServerContext, body: CompletionRequest, tenant: str) -> Response:
     identity = Identity.new("cmpl", context.check_model(body.model))
     try:
         params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.logprobs)
@@ -41,7 +43,7 @@ async def _complete(context: ServerContext, body: CompletionRequest) -> Response
     if body.echo:
         echo = texts or [context.tokenizer.decode(ids) for ids in prompts]
     form = CompletionForm(context, identity, echo, params.n, body)
-    return await respond(context, body, prompts, params, form, identity)
+    return await respond(context, body, prompts, params, form, identity, tenant)
 
 
 @dataclasses.dataclass(frozen=True)

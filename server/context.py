@@ -10,10 +10,12 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from slora_jax.request import DEFAULT_TENANT
 from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.errors import ApiError, bad_request, model_not_found
 from slora_jax.server.metrics import ServerMetrics
+from slora_jax.server.schemas import SamplingBody
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,11 @@ class ServerContext:
                 f"({max_tokens} > {limit} - {num_prompt_tokens}).",
                 "max_tokens",
             )
+
+
+def tenant_of(request: Request, body: SamplingBody) -> str:
+    """Who pays: the header X-Tenant (a gateway sets it, where clients may not choose), else `user`."""
+    return request.headers.get("x-tenant") or body.user or DEFAULT_TENANT
 
 
 async def read_body[B: BaseModel](request: Request, schema: type[B]) -> B:

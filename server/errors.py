@@ -6,6 +6,8 @@ Types and statuses are vLLM's where it has the case. A handler raises; nothing e
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError
+from slora_jax.errors import AdapterError, AdapterExistsError, LimitExceededError, UnknownAdapterError
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +31,17 @@ class ShuttingDownError(RuntimeError):
 class ApiError(Exception):
     """A refusal with its HTTP status, vLLM's error type and, where one is to blame, the request's field."""
 
-    def __init__(self, status: int, type_: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        type_: str,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.type, self.message, self.param = status, type_, message, param
+        self.headers = dict(headers or {})
 
     def envelope(self) -> dict[str, Any]:
         """The response body; `code` is the HTTP status, as vLLM has it."""
@@ -43,6 +53,12 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """400 BadRequestError; `param` names the field."""
     return ApiError(400, "BadRequestError", message, param)
+
+
+def too_many_requests(error: LimitExceededError) -> ApiError:
+    """429 RateLimitError; Retry-After in whole seconds, as clients of OpenAI honour it."""
+    retry_after = str(max(1, math.ceil(error.retry_after_s)))
+    return ApiError(429, "RateLimitError", str(error), headers={"retry-after": retry_after})
 
 
 def model_not_found(name: str) -> ApiError:
@@ -104,7 +120,7 @@ async def handle(_: Request, error: Exception) -> Response:
     api_error = as_api_error(error)
     if api_error.status == 500 and not isinstance(error, ApiError):
         logger.error("unforeseen error in a request", exc_info=error)
-    headers = dict(getattr(error, "headers", None) or {})
+    headers = api_error.headers | dict(getattr(error, "headers", None) or {})
     if api_error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(api_error.envelope(), status_code=api_error.status, headers=headers)

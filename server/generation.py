@@ -20,12 +20,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from slora_jax.errors import UnknownAdapterError
+from slora_jax.errors import LimitExceededError, UnknownAdapterError
 from slora_jax.outputs import StreamEvent, TokenLogprobs
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.async_engine import EventStream, GenerateRequest
 from slora_jax.server.context import ServerContext
-from slora_jax.server.errors import ApiError, as_api_error, bad_request
+from slora_jax.server.errors import ApiError, as_api_error, bad_request, too_many_requests
 from slora_jax.server.schemas import PromptTokensDetails, SamplingBody, Usage
 
 
@@ -111,19 +111,26 @@ async def respond(
     params: SamplingParams,
     form: Form,
     identity: Identity,
+    tenant: str,
 ) -> Response:
-    """Run prompts (token ids) on the model or adapter that `body.model` names.
+    """Run prompts (token ids) for `tenant` on the model or adapter that `body.model` names.
 
-    Returns once the engine accepted them (streaming) or all are done. Raises ApiError (400, 404, 500, 503).
+    Returns once the engine accepted them (streaming) or all are done. Raises ApiError (400, 404, 429, 500,
+    503).
     """
     adapter_id = context.adapter_of(body.model)
     requests = [
-        GenerateRequest(f"{identity.id}-{i}", ids, adapter_id, params) for i, ids in enumerate(prompts)
+        GenerateRequest(
+            f"{identity.id}-{i}", ids, adapter_id, params, tenant, body.priority or 0, body.deadline_s
+        )
+        for i, ids in enumerate(prompts)
     ]
     try:
         stream = await context.engine.submit(requests)
     except UnknownAdapterError as error:  # unloaded a moment ago
         raise context.unknown_model(body.model) from error
+    except LimitExceededError as error:
+        raise too_many_requests(error) from error
     except ValueError as error:
         raise bad_request(str(error)) from error
     job = Job(requests, params, stream)

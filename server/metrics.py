@@ -176,9 +176,8 @@ def _lora_requests(stats: EngineStats, max_lora: int) -> Metric:
     family = GaugeMetricFamily(
         "vllm:lora_requests_info", "Adapters of running and waiting requests", labels=labels
     )
-    family.add_metric(
-        [str(max_lora), ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)], time.time()
-    )
+    names = [",".join(sorted(names)) for names in (stats.running_adapters, stats.waiting_adapters)]
+    family.add_metric([str(max_lora), *names], time.time())
     return family
 
 

@@ -120,6 +120,9 @@ class SamplingBody(RequestBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # vLLM's: logprobs name tokens "token_id:N"
+    user: StrictStr | None = None  # the tenant, unless the header X-Tenant names it
+    priority: StrictInt | None = None  # vLLM's: lower is earlier
+    deadline_s: float | None = None  # ours: not finished so many seconds after arrival, it ends with an error
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:

@@ -11,7 +11,13 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from slora_jax.config import EngineConfig, ModelConfig
-from slora_jax.errors import AdapterError, AdapterExistsError, CheckpointError, UnknownAdapterError
+from slora_jax.errors import (
+    AdapterError,
+    AdapterExistsError,
+    CheckpointError,
+    LimitExceededError,
+    UnknownAdapterError,
+)
 from slora_jax.outputs import (
     AdapterInfo,
     CompletionOutput,
@@ -37,6 +43,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "LimitExceededError",
     "ModelConfig",
     "RequestMetrics",
     "RequestOutput",

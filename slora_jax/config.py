@@ -11,6 +11,7 @@ from slora_jax.checks import as_kind, as_list, check_fields
 
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
+POLICIES = ("fcfs", "cluster", "vtc", "early-abort")  # of EngineConfig.scheduling_policy
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
 _UNSUPPORTED = {  # field of an HF config.json -> the only value this project computes correctly today
@@ -209,6 +210,29 @@ class EngineConfig:
         None, "folder of compiled steps; None: $XDG_CACHE_HOME/slora-jax/xla; '' keeps none"
     )
     warmup: bool = _option(False, "compile the usual shapes before the first request")
+    scheduling_policy: str = _option(
+        "fcfs",
+        "who is taken next: fcfs, or a sum of cluster (adapters in the batch or resident first), "
+        "vtc (fair shares for tenants) and early-abort (give up what would miss ttft_target_s): vtc+cluster",
+    )
+    priority_s: float = _option(
+        10.0, "seconds of waiting that one step of a request's priority is worth (lower is earlier)"
+    )
+    cluster_max_passes: int = _option(64, "with cluster: how many later sequences may go before one")
+    ttft_target_s: float = _option(6.0, "with early-abort: seconds within which a first token is wanted")
+    vtc_input_price: float = _option(1.0, "with vtc: price of a prompt token")
+    vtc_output_price: float = _option(2.0, "with vtc: price of an output token")
+    tenant_weights: Mapping[str, float] = dataclasses.field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "with vtc: a tenant's share, 1 for those not named; may be given again"},
+    )
+    tenant_max_concurrency: int | None = _option(None, "sequences of one tenant that may run at once")
+    tenant_tokens_per_minute: int | None = _option(None, "prompt and output tokens of one tenant a minute")
+    tenant_max_queue: int | None = _option(None, "sequences of one tenant that may wait; more are refused")
+    adapter_max_concurrency: int | None = _option(None, "sequences of one adapter that may run at once")
+    adapter_tokens_per_minute: int | None = _option(None, "prompt and output tokens of one adapter a minute")
+    adapter_max_queue: int | None = _option(None, "sequences of one adapter that may wait; more are refused")
 
     def __post_init__(self) -> None:
         try:
@@ -256,11 +280,47 @@ class EngineConfig:
         )
         _check(self.max_logprobs >= 0, f"max_logprobs must not be negative, got {self.max_logprobs}")
         _check(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}")
+        self._check_scheduling()
         _check(
             self.max_step_tokens >= self.max_batch_size,
             f"max_step_tokens {self.max_step_tokens} must be at least max_batch_size {self.max_batch_size}: "
             "every running sequence decodes one token a step",
         )
+
+    @property
+    def policies(self) -> frozenset[str]:
+        """The names in `scheduling_policy`."""
+        return frozenset(self.scheduling_policy.split("+"))
+
+    def _check_scheduling(self) -> None:
+        _check(
+            self.policies <= set(POLICIES),
+            f"scheduling_policy must be one of {', '.join(POLICIES)}, or several joined by '+' "
+            f"(vtc+cluster), got {self.scheduling_policy!r}",
+        )
+        for kind in ("tenant", "adapter"):
+            for name in (f"{kind}_max_concurrency", f"{kind}_tokens_per_minute", f"{kind}_max_queue"):
+                value = getattr(self, name)
+                _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
+        for name in ("ttft_target_s", "vtc_output_price"):
+            value = getattr(self, name)
+            _check(0 < value < math.inf, f"{name} must be above 0, got {value}")
+        for name in ("priority_s", "vtc_input_price", "cluster_max_passes"):
+            value = getattr(self, name)
+            _check(0 <= value < math.inf, f"{name} must not be negative, got {value}")
+        _check(
+            isinstance(self.tenant_weights, Mapping),
+            f"tenant_weights must map tenants to weights, got {self.tenant_weights!r}",
+        )
+        weights = {
+            as_kind("EngineConfig: a tenant's name", name, str): as_kind(
+                f"EngineConfig: tenant_weights[{name!r}]", weight, float
+            )
+            for name, weight in self.tenant_weights.items()
+        }
+        for name, weight in weights.items():
+            _check(0 < weight < math.inf, f"tenant_weights[{name!r}] must be above 0, got {weight}")
+        object.__setattr__(self, "tenant_weights", weights)
 
 
 def _check(ok: bool, message: str) -> None:

@@ -35,16 +35,16 @@ from slora_jax.models.rope import Rope
 from slora_jax.outputs import (
     AdapterInfo,
     EngineStats,
-    FinishReason,
     RequestOutput,
     StreamEvent,
 )
-from slora_jax.request import Request, Sequence
+from slora_jax.request import DEFAULT_TENANT, Request, Sequence
 from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.scheduler import Scheduler, SchedulerLimits, StepPlan
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.text import Tokenizer, load_tokenizer
+from slora_jax.waiting import WaitingQueue
 from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_model_config, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,12 @@ class Engine:
             prefill_delay_steps=config.prefill_delay_steps,
         )
         self._scheduler = Scheduler(
-            limits, self._reclaim, self._adapters, self._prefixes, self._write_adapter
+            limits,
+            self._reclaim,
+            self._adapters,
+            self._prefixes,
+            self._write_adapter,
+            WaitingQueue(config, time.monotonic),
         )
         eos = {*model_config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}
         self._requests: dict[str, Request] = {}
@@ -182,14 +187,22 @@ class Engine:
         prompts: Prompt | Seq[Prompt],
         adapter_ids: str | Seq[str | None] | None = None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (strings or lists of token ids), each with its adapter (None: the base), in their
         order.
 
-        One adapter id or SamplingParams serves all prompts; lists must be as long as `prompts`. Raises
-        ValueError or UnknownAdapterError before anything runs where one of the requests cannot be served.
+        One adapter id or SamplingParams serves all prompts; lists must be as long as `prompts`. `tenant`,
+        `priority` and `deadline_s` (see `add_request`) are those of all prompts. Raises ValueError or
+        UnknownAdapterError before anything runs where one of the requests cannot be served, and
+        LimitExceededError where they exceed their tenant's or an adapter's limits.
         """
-        requests = self._intake.many(prompts, adapter_ids, sampling_params)
+        requests = self._intake.many(
+            prompts, adapter_ids, sampling_params, tenant=tenant, priority=priority, deadline_s=deadline_s
+        )
         collector = OutputCollector(requests)
         for event in self._run(requests):
             collector.add(event)
@@ -200,9 +213,17 @@ class Engine:
         prompts: Prompt | Seq[Prompt],
         adapter_ids: str | Seq[str | None] | None = None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> Iterator[StreamEvent]:
         """Like `generate`, yielding events as tokens arrive; closing the iterator aborts what still runs."""
-        return self._run(self._intake.many(prompts, adapter_ids, sampling_params))
+        return self._run(
+            self._intake.many(
+                prompts, adapter_ids, sampling_params, tenant=tenant, priority=priority, deadline_s=deadline_s
+            )
+        )
 
     def add_request(
         self,
@@ -210,23 +231,36 @@ class Engine:
         adapter_id: str | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> str:
         """Queue one request; its events come from `step`. Returns its id.
 
-        Raises ValueError (prompt, parameters or sizes that cannot be served, with the limit) or
-        UnknownAdapterError.
+        `tenant` is who pays: fair shares and limits are by tenant. A lower `priority` goes earlier, as if it
+        had come `EngineConfig.priority_s` earlier for each step. A request that has not finished `deadline_s`
+        seconds from now ends with finish_reason "abort" and an `error` that says so. Raises ValueError
+        (prompt, parameters or sizes that cannot be served, with the limit), UnknownAdapterError, or
+        LimitExceededError (a limit of its tenant or adapter; `retry_after_s` says when to come back).
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._intake.one(prompt, adapter_id, params, request_id=request_id)
+        request = self._intake.one(
+            prompt,
+            adapter_id,
+            params,
+            request_id=request_id,
+            tenant=tenant,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
         self._enqueue(request)
         return request.request_id
 
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort"), or [] where there is none."""
         request = self._requests.get(request_id)
-        if request is None:
-            return []
-        return [self._end(s, "abort") for s in request.sequences if s.finish_reason is None]
+        return [] if request is None else self._abort(request)
 
     def step(self) -> list[StreamEvent]:
         """Launch the next step, then hand out what the one before it sampled.
@@ -234,6 +268,8 @@ class Engine:
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
         started = time.perf_counter()
+        for request, reason in self._scheduler.waiting.overdue():
+            self._undelivered += self._abort(request, reason)
         try:
             plan = self._scheduler.schedule()
             launched = self._runner.launch(plan) if plan else None
@@ -334,8 +370,8 @@ class Engine:
             prefix_query_tokens=self._prefixes.query_tokens,
             prefix_hit_tokens=self._prefixes.hit_tokens,
             prefix_evictions=self._reclaim.evictions["prefix"],
-            running_adapters=tuple(sorted({s.adapter.name for s in running if s.adapter is not None})),
-            waiting_adapters=tuple(sorted({s.adapter.name for s in waiting if s.adapter is not None})),
+            running_adapters=tuple({s.adapter.name for s in running if s.adapter is not None}),
+            waiting_adapters=tuple(waiting.adapter_names),
             steps=counts["steps"],
             prompt_tokens=counts["prompt_tokens"],
             output_tokens=counts["output_tokens"],
@@ -405,6 +441,7 @@ class Engine:
             raise ValueError(
                 f"request id '{request.request_id}' is in use; ids must differ among unfinished requests"
             )
+        self._scheduler.waiting.check(request)
         if request.adapter is not None:
             self._adapters.acquire(request.adapter)
         self._requests[request.request_id] = request
@@ -432,15 +469,21 @@ class Engine:
                 continue
             event = accept_token(sequence, row, fetched)
             self._counters["output_tokens"] += len(event.token_ids)
+            if event.token_ids:
+                self._scheduler.waiting.sampled(sequence)
             if event.finish_reason is not None:
                 self._release(sequence)
             events.append(event)
         return events
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> StreamEvent:
-        event = end(sequence, reason)
-        self._release(sequence)
-        return event
+    def _abort(self, request: Request, reason: str | None = None) -> list[StreamEvent]:
+        """End what is left of a request; `reason` is the `error` of the last events."""
+        events = []
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                events.append(end(sequence, "abort", error=reason))
+                self._release(sequence)
+        return events
 
     def _release(self, sequence: Sequence) -> None:
         """Give back what an ended sequence holds; with the last one of a request, the request itself."""

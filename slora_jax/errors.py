@@ -15,3 +15,11 @@ class AdapterExistsError(ValueError):
 
 class UnknownAdapterError(LookupError):
     """No adapter of this name is registered."""
+
+
+class LimitExceededError(RuntimeError):
+    """A tenant or an adapter is at a limit of its queue or rate; the same request may be served later."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

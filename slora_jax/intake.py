@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Container
 from collections.abc import Sequence as Seq
@@ -13,11 +14,13 @@ import numpy as np
 from slora_jax.checks import as_kind, as_list
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.outputs import RequestMetrics
-from slora_jax.request import Request, Sequence, as_token_ids, sequence_seed
+from slora_jax.request import DEFAULT_TENANT, Request, Sequence, as_token_ids, sequence_seed
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.text import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | Seq[int]
+MAX_PRIORITY = 100  # either way: no request may be put off, or preferred, without end
+_TENANT_CHARACTERS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,10 @@ class RequestIntake:
         prompts: Prompt | Seq[Prompt],
         adapter_ids: str | Seq[str | None] | None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> list[Request]:
         """A Request for each prompt; the note on an error says which prompt it is of."""
         every = _prompts(prompts)
@@ -68,7 +75,16 @@ class RequestIntake:
         requests: list[Request] = []
         try:
             for i, prompt in enumerate(every):
-                requests.append(self.one(prompt, names[i], params[i], prompt_index=i))
+                request = self.one(
+                    prompt,
+                    names[i],
+                    params[i],
+                    prompt_index=i,
+                    tenant=tenant,
+                    priority=priority,
+                    deadline_s=deadline_s,
+                )
+                requests.append(request)
         except (ValueError, LookupError) as error:
             error.add_note(f"in prompt {len(requests)} of {len(every)}")
             raise
@@ -82,6 +98,9 @@ class RequestIntake:
         *,
         request_id: str | None = None,
         prompt_index: int = 0,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> Request:
         """A Request and its `params.n` sequences, not yet queued.
 
@@ -103,6 +122,9 @@ class RequestIntake:
             prompt_index=prompt_index,
             adapter=adapter,
             params=params,
+            tenant=_tenant(tenant),
+            priority=_priority(priority),
+            deadline_s=_deadline(deadline_s),
             metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(tokens)),
         )
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
@@ -183,6 +205,28 @@ class RequestIntake:
                 f"{limits.usable_pages}{f' less {pinned} of pinned adapters' if pinned else ''}: shorten the "
                 "prompt, lower max_tokens or raise num_pages"
             )
+
+
+def _tenant(tenant: object) -> str:
+    if not as_kind("tenant", tenant, str) or len(str(tenant)) > _TENANT_CHARACTERS:
+        raise ValueError(f"tenant must have 1 to {_TENANT_CHARACTERS} characters, got {len(str(tenant))}")
+    return str(tenant)
+
+
+def _priority(priority: object) -> int:
+    value = int(as_kind("priority", priority, int))
+    if not -MAX_PRIORITY <= value <= MAX_PRIORITY:
+        raise ValueError(f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {value}")
+    return value
+
+
+def _deadline(deadline_s: object) -> float | None:
+    if deadline_s is None:
+        return None
+    value = float(as_kind("deadline_s", deadline_s, float, " or None"))
+    if not 0 < value < math.inf:
+        raise ValueError(f"deadline_s must be above 0 seconds, got {value}")
+    return value
 
 
 def _prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

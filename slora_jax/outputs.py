@@ -146,7 +146,7 @@ class EngineStats:
     prefix_query_tokens: int  # counter: tokens of these
     prefix_hit_tokens: int  # counter: tokens that these found
     prefix_evictions: int  # counter: cached pages that gave way
-    running_adapters: tuple[str, ...]
+    running_adapters: tuple[str, ...]  # each name once, in no order
     waiting_adapters: tuple[str, ...]
     steps: int  # counter
     prompt_tokens: int  # counter: prompt tokens computed, recomputation included

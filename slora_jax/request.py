@@ -16,6 +16,8 @@ from slora_jax.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from slora_jax.text.detokenizer import IncrementalDetokenizer
 
+DEFAULT_TENANT = "default"  # of requests that name none
+
 
 @dataclasses.dataclass(eq=False)
 class Request:
@@ -28,6 +30,9 @@ class Request:
     adapter: Adapter | None
     params: SamplingParams
     metrics: RequestMetrics
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0  # lower is earlier, as in vLLM
+    deadline_s: float | None = None  # seconds after arrival by which it must have ended
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
 
     @property
@@ -66,6 +71,7 @@ class Sequence:
     num_cached: int = 0
     pending: int = 0
     finish_reason: FinishReason | None = None
+    rank: tuple[float, int] = (0.0, 0)  # its place in the queue, the waiting queue's to give
 
     @property
     def num_tokens(self) -> int:

@@ -1,16 +1,18 @@
 """Who runs in the next step: continuous batching with ragged chunked prefill, over one budget of pages.
 
-First come, first served. A sequence begins behind the longest cached prefix of its tokens. A step takes every
-running sequence's decode, then prefill chunks of running sequences, then admits waiting ones, within
-`max_step_tokens`. When pages run out, idle adapters and cached prefixes give way first (`memory/reclaim.py`),
-then the youngest running sequence is preempted: it gives its pages back and recomputes later. The oldest
-sequence can always take what it needs (admission checks that one request fits the pool), so something always
-moves.
+A sequence begins behind the longest cached prefix of its tokens. A step takes every running sequence's
+decode, then prefill chunks of running sequences, then admits waiting ones in the order that the policy says
+(`waiting.py`), within `max_step_tokens`. When pages run out, idle adapters and cached prefixes give way first
+(`memory/reclaim.py`), then the sequence that was admitted last is preempted: it gives its pages back, and
+recomputes before anybody new is admitted. The one admitted first can always take what it needs (admission
+checks that one request fits the pool), so something always moves; and as admissions stop while the next one
+in order does not fit, everybody's turn comes. Costs O(running) a step, whatever waits or is registered.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -20,11 +22,12 @@ from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.request import Sequence
+from slora_jax.waiting import WaitingQueue
 
 NEARLY_FULL = 0.9  # of max_batch_size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
 class Chunk:
     """`count` tokens of a sequence from position `start`; `samples`: its next token is drawn after them."""
 
@@ -67,7 +70,10 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Owns the queue, the slots and sequences' pages. `load(adapter)` must write a newly resident adapter."""
+    """Owns the queue, the slots and sequences' pages. `load(adapter)` must write a newly resident adapter.
+
+    `clock` gives the seconds that `RequestMetrics` are in.
+    """
 
     def __init__(
         self,
@@ -76,19 +82,22 @@ class Scheduler:
         adapters: AdapterStore,
         prefixes: PrefixCache,
         load: Callable[[Adapter], None],
+        waiting: WaitingQueue,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._pool, self._reclaim = reclaim.pool, reclaim
         self._adapters, self._prefixes = adapters, prefixes
         self._load = load
-        self.waiting: collections.deque[Sequence] = collections.deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.waiting = waiting
+        self._clock = clock
+        self.running: dict[Sequence, None] = {}  # an ordered set, first admitted first
         self.preemptions = 0
         self._delayed = 0  # steps in a row that took no prompt though there was room
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold the KV of so many tokens."""
@@ -98,32 +107,27 @@ class Scheduler:
         """The next step; advances `num_computed` and `pending` of what it takes. Empty: nothing can run."""
         plan = StepPlan([], [])
         self._prefixes.record_all(self.running)  # what they have computed was launched since
-        for sequence in list(self.running):  # decodes first: a long prompt never stalls them
-            if sequence.slot is not None and sequence.remaining == 1 and not sequence.complete:
-                self._take(plan, sequence)
-        for sequence in list(self.running):
-            if sequence.slot is not None and sequence.remaining > 1:
+        for sequence in self._take_decodes(plan):  # those first: a long prompt never stalls them
+            if sequence.slot is not None:
                 self._take(plan, sequence)
         if self._delays_prompts(plan):
             self._delayed += 1
-            return self._commit(plan)
-        self._delayed = 0
-        while self.waiting and self._has_budget(plan) and self._admit(self.waiting[0]):
-            self._take(plan, self.running[-1])
+        else:
+            self._delayed = 0
+            self._admit_waiting(plan)
         return self._commit(plan)
 
     def finish(self, sequence: Sequence) -> None:
         """Give back what a sequence holds; it is never scheduled again."""
-        if sequence.slot is None:
-            self.waiting.remove(sequence)
-        else:
+        if sequence.slot is not None:
             self._prefixes.record(sequence)
             self._stop_running(sequence)
+        self.waiting.ended(sequence)
 
     def preempt_all(self) -> None:
         """Send every running sequence back to the queue, in order, to be computed anew, all of it."""
         while self.running:
-            self._preempt(StepPlan([], []), self.running[-1])
+            self._preempt(StepPlan([], []), next(reversed(self.running)))
         self._prefixes.clear()
 
     def check_integrity(self) -> None:
@@ -132,7 +136,7 @@ class Scheduler:
             [*(s.pages for s in self.running), self._prefixes.pages()],
             [a.pages for a in self._adapters if a.pages is not None],
         )
-        self._prefixes.check_integrity(self.running)
+        self._prefixes.check_integrity(list(self.running))
         slots = [s.slot for s in self.running if s.slot is not None]
         assert sorted([*slots, *self._slots]) == list(range(self._limits.max_batch_size)), f"slots {slots}"
         assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds pages"
@@ -151,6 +155,25 @@ class Scheduler:
         assert self._adapters.pinned_pages() == pinned, "pinned pages"
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
+        self.waiting.check_integrity(self.running)
+
+    def _take_decodes(self, plan: StepPlan) -> list[Sequence]:
+        """Put the running sequences that lack one token into the plan; the others that lack some."""
+        longer = []
+        size = self._limits.page_tokens
+        for sequence in list(self.running):  # hundreds, each step: no properties, no calls
+            if sequence.slot is None:
+                continue  # preempted for one before it
+            length, computed = len(sequence.tokens) + sequence.pending, sequence.num_computed
+            if length - computed > 1:
+                longer.append(sequence)
+            elif (
+                length - computed == 1
+                and length < sequence.max_len
+                and (computed < len(sequence.pages) * size or self._ensure_pages(plan, sequence, length))
+            ):
+                plan.decodes.append(Chunk(sequence, computed, 1, True))
+        return longer
 
     def _delays_prompts(self, plan: StepPlan) -> bool:
         """Whether a nearly full batch lets prompts gather, for some steps, until they fill one.
@@ -195,7 +218,7 @@ class Scheduler:
         """Grow a running sequence to `tokens`; preempts younger sequences, at last itself (then False)."""
         need = self.pages_for(tokens) - len(sequence.pages)
         while need > 0 and not self._reclaim.make_room(need):
-            victim = self.running[-1]
+            victim = next(reversed(self.running))
             self._preempt(plan, victim)
             if victim is sequence:
                 return False
@@ -212,19 +235,40 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.request.metrics.num_preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.preempted(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
-        self.running.remove(sequence)
+        del self.running[sequence]
         self._slots.append(sequence.slot)
         sequence.slot = None
         self._prefixes.release(sequence)
         if sequence.adapter is not None:
             self._adapters.unpin(sequence.adapter)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Move the head of the queue to the running ones, with its adapter resident, if all of it fits now.
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """Admit who is next while budget, slots and pages allow."""
+        if not self._slots or not self.waiting:
+            return
+        now = self._clock()
+        lacking = sum(map(self._lacking, self.running))
+        with contextlib.closing(self.waiting.candidates()) as candidates:
+            for sequence in candidates:
+                if not self._has_budget(plan) or not self._admit(sequence, lacking):
+                    return
+                metrics = sequence.request.metrics
+                if metrics.first_scheduled_time is None:
+                    metrics.first_scheduled_time = now
+                self._take(plan, sequence)
+                lacking += self._lacking(sequence)
+
+    def _lacking(self, sequence: Sequence) -> int:
+        """Pages that a running sequence lacks of its prompt, and one for its next tokens."""
+        return max(1, self.pages_for(sequence.num_tokens) - len(sequence.pages))
+
+    def _admit(self, sequence: Sequence, lacking: int) -> bool:
+        """Move the head of the queue to the running ones, with its adapter resident, if all of it fits now
+        beside the `lacking` pages of running ones.
 
         A preempted sequence waits until the tokens it had sampled have come back from the device.
         """
@@ -234,7 +278,6 @@ class Scheduler:
         absent = adapter if adapter is not None and adapter.pages is None else None
         # All of its prompt, beside what running ones lack of theirs and a page for their next tokens: a
         # sequence that is let in for less is preempted before it samples, and computes its prompt in vain.
-        lacking = sum(max(1, self.pages_for(s.num_tokens) - len(s.pages)) for s in self.running)
         prefix = self._prefixes.match(sequence)
         need = self.pages_for(sequence.num_tokens) - len(prefix) + lacking
         need += absent.num_pages if absent is not None else 0
@@ -257,19 +300,21 @@ class Scheduler:
         metrics = sequence.request.metrics
         if metrics.num_cached_tokens is None:
             metrics.num_cached_tokens = sequence.num_cached
-        self.waiting.popleft()
+        self.waiting.admitted(sequence)
         sequence.slot = self._slots.pop()
-        self.running.append(sequence)
+        self.running[sequence] = None
         return True
 
     def _commit(self, plan: StepPlan) -> StepPlan:
         for chunks in (plan.decodes, plan.prefills):
             # An adapter's tokens lie side by side, so that kernels read its weights once.
-            chunks.sort(key=lambda c: 0 if c.sequence.adapter is None else c.sequence.adapter.generation)
-        now = time.monotonic()
+            chunks.sort(key=_generation)
         for chunk in plan:
-            if chunk.sequence.request.metrics.first_scheduled_time is None:
-                chunk.sequence.request.metrics.first_scheduled_time = now
             chunk.sequence.num_computed += chunk.count
             chunk.sequence.pending += chunk.samples
         return plan
+
+
+def _generation(chunk: Chunk) -> int:
+    adapter = chunk.sequence.request.adapter
+    return 0 if adapter is None else adapter.generation

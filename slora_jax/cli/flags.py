@@ -112,6 +112,8 @@ def _parsing(name: str, hint: Any) -> dict[str, Any]:
         return {"action": "append"} | _parsing(name, typing.get_args(hint)[0])
     if hint == Mapping[int, float]:
         return {"action": "append", "type": _token_and_bias, "metavar": "TOKEN=X"}
+    if hint == Mapping[str, float]:
+        return {"action": "append", "type": _name_and_number, "metavar": "NAME=X"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if name.endswith("_bytes"):
@@ -132,3 +134,11 @@ def _token_and_bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected TOKEN=X such as 42=-100, got '{text}'") from None
+
+
+def _name_and_number(text: str) -> tuple[str, float]:
+    name, _, number = text.rpartition("=")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected NAME=X such as team-a=2, got '{text}'") from None

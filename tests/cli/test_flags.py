@@ -65,6 +65,16 @@ def test_engine_flags_reach_their_fields() -> None:
     )
 
 
+def test_scheduling_flags_reach_their_fields() -> None:
+    flags = ["--scheduling-policy", "vtc+cluster", "--tenant-weights", "a=b=2", "--tenant-weights", "c=0.5"]
+    flags += ["--adapter-max-queue", "9", "--ttft-target-s", "2.5"]
+    config = from_flags(EngineConfig, _parser(EngineConfig).parse_args(flags))
+    assert config.policies == {"vtc", "cluster"}
+    assert config.tenant_weights == {"a=b": 2.0, "c": 0.5}
+    assert (config.adapter_max_queue, config.ttft_target_s) == (9, 2.5)
+    assert from_flags(EngineConfig, _parser(EngineConfig).parse_args([])) == EngineConfig()
+
+
 def test_sampling_flags_reach_their_fields() -> None:
     flags = [
         "--temperature",
@@ -92,6 +102,8 @@ def test_sampling_flags_reach_their_fields() -> None:
         (["--max-batch-size", "many"], "invalid int value"),
         (["--dtype", "float8"], "invalid choice"),
         (["--pool-bytes", "lots"], "expected bytes such as"),
+        (["--tenant-weights", "acme"], "expected NAME=X"),
+        (["--tenant-weights", "acme=much"], "expected NAME=X"),
     ],
 )
 def test_a_malformed_value_names_its_flag(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slora_jax.config import EngineConfig
-from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError
+from slora_jax.errors import AdapterError, AdapterExistsError, LimitExceededError, UnknownAdapterError
 from slora_jax.outputs import (
     AdapterInfo,
     EngineStats,
@@ -27,6 +27,7 @@ from slora_jax.outputs import (
     StreamEvent,
     TokenLogprobs,
 )
+from slora_jax.request import DEFAULT_TENANT
 from slora_jax.sampling_params import SamplingParams
 
 BOS, EOS = 256, 257
@@ -86,7 +87,8 @@ class Running:
 class FakeEngine:
     """`step_seconds`, `prepare_seconds`: how slow it is; `fail_at_step`: the step that raises.
 
-    A prompt with "poison" fails by itself. `threads` has the names of threads by the method they called.
+    A prompt with "poison" fails by itself; the tenant "greedy" is over its limit. `threads` has the names of
+    threads by the method they called.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class FakeEngine:
         self.prepare_seconds = prepare_seconds
         self.fail_at_step = fail_at_step
         self.threads: defaultdict[str, set[str]] = defaultdict(set)
+        self.scheduling: list[tuple[str, int, float | None]] = []  # of each request
         self._adapters: dict[str, AdapterInfo] = {}
         self._draining: list[AdapterInfo] = []
         self._generations = itertools.count(1)
@@ -122,8 +125,15 @@ class FakeEngine:
         adapter_id: str | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> str:
         self._seen("add_request")
+        self.scheduling.append((tenant, priority, deadline_s))
+        if tenant == "greedy":
+            raise LimitExceededError("tenant 'greedy' has used up tenant_tokens_per_minute 60", 12.3)
         params = sampling_params or SamplingParams()
         request_id = request_id or f"fake-{time.monotonic_ns()}"
         ids = ByteTokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -263,8 +273,8 @@ class FakeEngine:
             prefix_query_tokens=0,
             prefix_hit_tokens=0,
             prefix_evictions=0,
-            running_adapters=tuple(sorted({r.adapter_id for r in running if r.adapter_id})),
-            waiting_adapters=tuple(sorted({r.adapter_id for r in waiting if r.adapter_id})),
+            running_adapters=tuple({r.adapter_id for r in running if r.adapter_id}),
+            waiting_adapters=tuple({r.adapter_id for r in waiting if r.adapter_id}),
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,

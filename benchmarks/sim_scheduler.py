@@ -1,0 +1,239 @@
+"""The real scheduler, store and pool on a virtual clock: what scheduling costs, and what policies do.
+
+    python -m benchmarks.sim_scheduler schedule-step     # ms: batch 256, 10,000 queued, 100,000 adapters
+    python -m benchmarks.sim_scheduler early-abort       # attainment, satisfaction, throughput (S-LoRA)
+    python -m benchmarks.sim_scheduler cluster           # throughput, adapter loads, first-token times
+    python -m benchmarks.sim_scheduler vtc               # fairness gap of two tenants, and its proven bound
+    python -m benchmarks.sim_scheduler all
+
+Results go to benchmarks/results/sim.jsonl. Only `schedule-step` measures this machine; the others' times are
+virtual, of a step's cost model that the results name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.record import record
+from slora_jax.config import EngineConfig
+from slora_jax.lora.store import Adapter
+from slora_jax.scheduler import StepPlan
+from tests.engine.virtual_server import Arrival, StepCost, VirtualServer
+
+# Llama-2-7B on an H200 by bytes (shared/baselines.md): 3.0 ms of weights, 48 us of KV a decode row at context
+# 400, prefill at 600 TFLOP/s, adapter pages at 4.3 TB/s from the pool and 50 GB/s from the host.
+H200 = StepCost(step=3.5e-3, decode=48e-6, prefill=23e-6, adapter_page=1e-6, loaded_page=84e-6)
+# An A10G, roughly (0.6 TB/s, 70 TFLOP/s in use): it serves a little over two requests a second.
+A10G = StepCost(step=0.028, decode=0.35e-3, prefill=0.2e-3, adapter_page=7e-6, loaded_page=0.35e-3)
+LENGTHS = (8, 512)  # prompt and output tokens, uniform: the paper's workloads
+POLICIES = ("fcfs", "cluster", "vtc", "early-abort", "vtc+cluster+early-abort")
+
+
+def gamma_arrivals(rate: float, cv: float, seconds: float, rng: np.random.Generator) -> Iterator[float]:
+    """Times of a gamma process: `rate` a second, coefficient of variation `cv` of the gaps (S-LoRA)."""
+    now = 0.0
+    while (now := now + rng.gamma(1 / cv**2, cv**2 / rate)) < seconds:
+        yield now
+
+
+def popularity(n: int, alpha: float, rng: np.random.Generator) -> int:
+    """An adapter as S-LoRA's code draws it: floor(n * u^(1/alpha)); alpha 1 is uniform, less is skewed."""
+    return int(n * rng.power(alpha))
+
+
+def schedule_step(args: argparse.Namespace) -> None:
+    """Time `Scheduler.schedule` (with `overdue` before it) at a full batch and a long queue.
+
+    Times are of the thread's CPU: it never waits, so that is its time on a core of its own. `clock_...` are
+    by the clock, with what other processes of a shared machine took meanwhile.
+    """
+    for policy in args.policy or POLICIES:
+        times, cpu, served = _time_schedule(policy, args)
+        case = {"policy": policy, "batch": args.batch, "queued": args.queued, "registered": args.registered}
+        extra = {
+            "p99": round(float(np.percentile(cpu, 99)), 4),
+            "max": round(float(cpu.max()), 4),
+            "clock_median": round(float(np.median(times)), 4),
+            "clock_p99": round(float(np.percentile(times, 99)), 4),
+            "steps": len(times),
+            "gc": "off",
+            "resident": len(served.store.resident),
+        }
+        _report("schedule_step", case, round(float(np.median(cpu)), 4), "ms", **extra)
+
+
+def _time_schedule(policy: str, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, VirtualServer]:
+    """Milliseconds of each step: by the clock f64[steps] and of CPU f64[steps]."""
+    rng = np.random.default_rng(0)
+    served = _server(policy, H200, batch=args.batch, num_pages=args.pages, ttft_target_s=1e9)
+    adapters = [served.register(f"adapter-{i}", (9, 17, 33, 65)[i % 4]) for i in range(args.registered)]
+    coming = _requests(adapters, 1.0, 50, rng)
+
+    def fill() -> None:
+        while len(served.waiting) < args.queued:
+            served.add(dataclasses.replace(next(coming), time=served.now))
+
+    times: list[tuple[float, float]] = []
+
+    def schedule() -> StepPlan:
+        started, cpu = time.perf_counter(), time.thread_time()
+        served.give_up_overdue()
+        plan = served.scheduler.schedule()
+        times.append((time.perf_counter() - started, time.thread_time() - cpu))
+        return plan
+
+    gc.disable()  # a collection walks over all that is queued and registered, whoever happens to set it off
+    try:
+        for _ in range(args.warm_steps):
+            fill()
+            served.step()
+        for _ in range(args.steps):
+            fill()
+            served.step(schedule)
+    finally:
+        gc.enable()
+    served.check_integrity()
+    clock, cpu = np.asarray(times).T * 1e3
+    return clock, cpu, served
+
+
+def early_abort(args: argparse.Namespace) -> None:
+    """S-LoRA's admission control: how bursty arrivals are (cv), and how many."""
+    policies = ("fcfs", "early-abort", "cluster+early-abort")
+    sweep = [(args.rate, cv) for cv in (1, 2, 4, 6, 8)] + [(x, 1) for x in (1.8, 3.6, 4.8, 7.2)]
+    for (rate, cv), policy in itertools.product(sweep, policies):
+        rng = np.random.default_rng(42)
+        served = _server(policy, A10G, batch=32, num_pages=1500)
+        adapters = [served.register(f"a{i}", (9, 17, 33, 65)[i % 4]) for i in range(200)]
+        draws = _requests(adapters, 1.0, 1, rng)
+        arrivals = [
+            dataclasses.replace(next(draws), time=t) for t in gamma_arrivals(rate, cv, args.seconds, rng)
+        ]
+        served.run(arrivals)
+        first = [
+            np.inf if r.request_id in served.reasons else r.metrics.time_to_first_token or np.inf
+            for r in served.requests
+        ]
+        within = np.asarray(first) < 6
+        satisfaction = np.where(within, 1 - (np.minimum(first, 6) / 6) ** 2, 0)
+        finished = len(served.requests) - len(served.reasons)
+        case = {"policy": policy, "rate": rate, "cv": cv, "n": 200, "target_s": 6, "cost": "A10G"}
+        extra = {
+            "satisfaction": round(float(satisfaction.mean()), 3),
+            "throughput": round(finished / served.now, 3),
+            "aborted": len(served.reasons),
+            "requests": len(served.requests),
+            "late_but_served": int((~within).sum()) - len(served.reasons),
+        }
+        _report("early_abort", case, round(float(within.mean()), 3), "attainment", **extra)
+
+
+def cluster(args: argparse.Namespace) -> None:
+    """Adapter clustering: 1000 requests at once, adapters of S2's ranks, a pool that holds few of them."""
+    for alpha, (policy, passes) in itertools.product(
+        (1.0, 0.3), (("fcfs", 0), ("cluster", 32), ("cluster", 256), ("vtc+cluster", 32))
+    ):
+        rng = np.random.default_rng(42)
+        served = _server(policy, H200, batch=64, num_pages=3000, cluster_max_passes=passes)
+        adapters = [served.register(f"a{i}", (9, 17, 33, 65)[i % 4]) for i in range(200)]
+        draws = _requests(adapters, alpha, 4, rng)
+        served.run([dataclasses.replace(next(draws), time=0.0) for _ in range(1000)])
+        order = list(dict.fromkeys(int(s.request.request_id) for s in served.admitted))
+        overtaken = [sum(o > request for o in order[:at]) for at, request in enumerate(order)]
+        first = [r.metrics.time_to_first_token or 0.0 for r in served.requests]
+        case = {"policy": policy, "max_passes": passes, "n": 200, "alpha": alpha, "cost": "H200"}
+        extra = {
+            "loads": served.loads,
+            "most_overtaken": max(overtaken),  # under vtc within a tenant and by its fair shares
+            "ttft_p50": round(float(np.median(first)), 2),
+            "ttft_p99": round(float(np.percentile(first, 99)), 2),
+            "preemptions": served.scheduler.preemptions,
+        }
+        _report("cluster", case, round(1000 / served.now, 2), "requests/s", **extra)
+
+
+def vtc(args: argparse.Namespace) -> None:
+    """Two tenants that always wait, one asking for thrice as much: the largest gap of their services."""
+    batch, longest = 32, LENGTHS[1]
+    bound = 2 * max(1.0 * longest, 2.0 * batch * 2 * longest)
+    for policy in ("fcfs", "vtc", "vtc+cluster"):
+        rng = np.random.default_rng(42)
+        served = _server(policy, H200, batch=batch, num_pages=4000)
+        adapters = [served.register(f"a{i}", 17) for i in range(50)]
+        draws = _requests(adapters, 1.0, 1, rng)
+        services, gap = {"small": 0.0, "large": 0.0}, 0.0
+        waiting = {"small": 0, "large": 0}
+        for _ in range(5 * args.steps):
+            for tenant, wanted in (("small", 16), ("large", 48)):
+                while waiting[tenant] < wanted:
+                    served.add(dataclasses.replace(next(draws), time=served.now, tenant=tenant))
+                    waiting[tenant] += 1
+            admitted = len(served.admitted)
+            plan = served.step()
+            for sequence in served.admitted[admitted:]:
+                services[sequence.request.tenant] += 1.0 * sequence.prompt_len
+                waiting[sequence.request.tenant] -= 1
+            for chunk in plan:
+                services[chunk.sequence.request.tenant] += 2.0 * chunk.samples
+            gap = max(gap, abs(services["small"] - services["large"]))
+        case = {"policy": policy, "tenants": 2, "batch": batch, "cost": "H200"}
+        extra = {"bound": bound, "seconds": round(served.now, 1), "services": services}
+        assert policy == "fcfs" or gap <= bound, f"the gap {gap} is above what VTC proves, {bound}"
+        _report("vtc_gap", case, gap, "priced tokens", **extra)
+
+
+def _server(policy: str, cost: StepCost, *, batch: int, num_pages: int, **fields: Any) -> VirtualServer:
+    config = EngineConfig(
+        scheduling_policy=policy, max_batch_size=batch, max_step_tokens=max(512, 2 * batch), **fields
+    )
+    return VirtualServer(config, num_pages, cost)
+
+
+def _requests(
+    adapters: list[Adapter], alpha: float, tenants: int, rng: np.random.Generator
+) -> Iterator[Arrival]:
+    """Requests of the paper's lengths, one adapter each, of so many tenants. Without end."""
+    while True:
+        prompt, output = (int(x) for x in rng.integers(LENGTHS[0], LENGTHS[1] + 1, 2))
+        adapter = adapters[popularity(len(adapters), alpha, rng)]
+        yield Arrival(0.0, prompt, output, adapter, f"tenant-{int(rng.integers(tenants))}")
+
+
+def _report(bench: str, case: dict[str, Any], value: float, unit: str, **extra: Any) -> None:
+    record("sim", bench, case, value, unit, **extra)
+    print(f"{bench} {case}: {value} {unit} {extra}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = {
+        "schedule-step": schedule_step, "early-abort": early_abort, "cluster": cluster, "vtc": vtc,
+    }  # fmt: skip
+    parser.add_argument("what", choices=[*commands, "all"])
+    parser.add_argument("--policy", action="append", help="schedule-step: this one only; may be given again")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--queued", type=int, default=10_000)
+    parser.add_argument("--registered", type=int, default=100_000)
+    parser.add_argument("--pages", type=int, default=20_000, help="schedule-step: pages in the pool")
+    parser.add_argument("--warm-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=3000, help="steps that are measured")
+    parser.add_argument("--rate", type=float, default=2.4, help="early-abort: requests a second")
+    parser.add_argument("--seconds", type=float, default=300.0, help="early-abort: how long they come")
+    args = parser.parse_args()
+    for name, function in commands.items():
+        if args.what in (name, "all"):
+            function(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Early abort: requests that cannot have their first token in time are ended, so that others can.
+
+S-LoRA, section "admission control": under overload, serving everybody in order makes everybody late. The rule
+keeps the latest requests that can be served within the target, and serves those in order of arrival.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator
+
+from slora_jax.request import Request
+
+
+class MovingRate:
+    """Events a second, older ones weighted less by a factor e every `window` seconds."""
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self._events = self._seconds = 0.0
+        self.observed = 0.0  # seconds, unweighted
+
+    def add(self, events: int, seconds: float) -> None:
+        """So many events in the next `seconds`."""
+        keep = math.exp(-seconds / self._window)
+        self._events = self._events * keep + events
+        self._seconds = self._seconds * keep + self._window * (1 - keep)
+        self.observed += seconds
+
+    @property
+    def value(self) -> float:
+        """0 before any time was observed."""
+        return self._events / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def upper(self) -> float:
+        """One standard deviation of so many events above `value`."""
+        return (self._events + math.sqrt(self._events)) / self._seconds if self._seconds > 0 else 0.0
+
+
+class MovingBound:
+    """What a noisy time seldom exceeds: moving mean and twice the moving mean deviation (TCP's estimator)."""
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+        self._deviation = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more of those times."""
+        if self._mean is None:
+            self._mean = seconds
+            return
+        self._deviation += (abs(seconds - self._mean) - self._deviation) / 8
+        self._mean += (seconds - self._mean) / 8
+
+    @property
+    def value(self) -> float:
+        """Seconds; 0 before the first one."""
+        return 0.0 if self._mean is None else self._mean + 2 * self._deviation
+
+
+class EarlyAbort:
+    """Which requests to give up, given the rates at which others arrive and are taken. O(1) a request.
+
+    Let T be the target and p the time from a request's start to its first token. Those whose age plus p
+    exceeds T are late whatever happens. While arrivals come at least as fast as requests are taken (mu a
+    second, measured while some wait, a standard deviation in their favour), only the latest mu * (T - p) can
+    be in time; older ones are given up.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self._target = target_s
+        self._waiting: collections.OrderedDict[Request, None] = collections.OrderedDict()  # oldest first
+        self._arrivals, self._service = MovingRate(3 * target_s), MovingRate(3 * target_s)
+        self._first_token = MovingBound()
+        self._then: float | None = None
+        self._full_for: float | None = None  # seconds before _then, if somebody waited all that time
+        self._arrived = self._started = 0  # since _then
+
+    def add(self, request: Request) -> None:
+        """It has arrived (once, whatever its number of sequences)."""
+        if request not in self._waiting:
+            self._waiting[request] = None
+            self._arrived += 1
+
+    def started(self, request: Request) -> None:
+        """One of its sequences was admitted: it is not given up any more."""
+        if request in self._waiting:
+            del self._waiting[request]
+            self._started += 1
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._waiting.pop(request, None)
+
+    def first_token(self, request: Request) -> None:
+        """It has its first token."""
+        metrics = request.metrics
+        assert metrics.first_token_time is not None and metrics.first_scheduled_time is not None
+        self._first_token.add(metrics.first_token_time - metrics.first_scheduled_time)
+
+    def late(self, now: float) -> Iterator[tuple[Request, str]]:
+        """Take out the requests to give up, each with the reason. Once a step, before any is admitted."""
+        self._measure(now)
+        room = self._target - self._first_token.value
+        keep = len(self._waiting)
+        if self._service.observed >= self._target and self._arrivals.value >= self._service.upper:
+            keep = max(1, int(self._service.upper * room))
+        while self._waiting:
+            request = next(iter(self._waiting))
+            waited = now - request.metrics.arrival_time
+            if waited <= room and len(self._waiting) <= keep:
+                return
+            del self._waiting[request]
+            yield request, self._reason(waited)
+
+    def _measure(self, now: float) -> None:
+        if self._full_for is not None:  # those just taken are all for whom it made room
+            self._service.add(self._started, self._full_for)
+            self._full_for = None
+        if self._then is not None:
+            self._arrivals.add(self._arrived, now - self._then)
+            oldest = next(iter(self._waiting), None)
+            if oldest is not None and oldest.metrics.arrival_time <= self._then:  # was left waiting then
+                self._full_for = now - self._then
+        self._then = now
+        self._arrived = self._started = 0
+
+    def _reason(self, waited: float) -> str:
+        return (
+            f"given up after {waited:.2f} s: its first token would miss the target of {self._target:g} s "
+            f"({self._arrivals.value:.2f} requests/s arrive, {self._service.value:.2f} are served); "
+            "retry later, or raise ttft_target_s"
+        )

@@ -1,0 +1,189 @@
+"""Limits of a tenant and of an adapter: sequences at once, tokens a minute, sequences that wait.
+
+A request that would exceed the queue or the tokens is refused with LimitExceededError, before it is queued.
+Sequences beyond `max_concurrency` are parked: they wait without standing in the way of others.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from slora_jax.errors import LimitExceededError
+from slora_jax.policies import RankHeap
+from slora_jax.request import Request, Sequence
+
+_QUEUE_RETRY_S = 1.0  # a full queue moves with the next sequence that ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """For each one of a kind ("tenant" or "adapter"); None: no limit."""
+
+    kind: str
+    max_concurrency: int | None = None
+    tokens_per_minute: int | None = None
+    max_queue: int | None = None
+
+    def __bool__(self) -> bool:
+        return not self.max_concurrency is self.tokens_per_minute is self.max_queue is None
+
+
+@dataclasses.dataclass(eq=False)
+class _Account:
+    """What one tenant or adapter uses. `tokens` may be negative: outputs are charged when they are there."""
+
+    limit: Limit
+    name: str
+    tokens: float  # left at `time`
+    time: float
+    waiting: int = 0
+    active: int = 0  # sequences that were let through: they run, or the policy may take them
+    parked: RankHeap = dataclasses.field(default_factory=RankHeap)
+
+    @property
+    def full(self) -> bool:
+        return self.limit.max_concurrency is not None and self.active >= self.limit.max_concurrency
+
+    def refill(self, now: float) -> None:
+        rate = self.limit.tokens_per_minute
+        if rate is not None:
+            self.tokens = min(float(rate), self.tokens + (now - self.time) * rate / 60)
+        self.time = now
+
+    def check(self, request: Request) -> None:
+        """Raise LimitExceededError where a limit does not allow one more request."""
+        limit, who = self.limit, f"{self.limit.kind} '{self.name}'"
+        count = len(request.sequences)
+        if limit.max_queue is not None and self.waiting + count > limit.max_queue:
+            raise LimitExceededError(
+                f"{who} has {self.waiting} sequences waiting, and {count} more exceed "
+                f"{limit.kind}_max_queue {limit.max_queue}: retry later",
+                _QUEUE_RETRY_S,
+            )
+        rate = limit.tokens_per_minute
+        if rate is not None and self.tokens < (need := min(len(request.prompt_token_ids), rate)):
+            seconds = (need - self.tokens) * 60 / rate
+            raise LimitExceededError(
+                f"{who} has used up {limit.kind}_tokens_per_minute {rate}: retry in {seconds:.1f} s", seconds
+            )
+
+
+class Limits:
+    """The accounts of all tenants and adapters that are in use; O(log parked) an operation."""
+
+    def __init__(self, limits: Iterable[Limit], clock: Callable[[], float]) -> None:
+        self._limits = [limit for limit in limits if limit]
+        self._rates = any(limit.tokens_per_minute is not None for limit in self._limits)
+        self._clock = clock
+        self._accounts: dict[tuple[str, str], _Account] = {}
+        self._parked: dict[Sequence, _Account] = {}
+        self._forget_at = 1024
+
+    def check(self, request: Request) -> None:
+        """Charge the prompt to its tenant and adapter, or raise LimitExceededError and charge none."""
+        if len(self._accounts) >= self._forget_at:
+            self._forget()
+        accounts, now = self._of(request), self._clock()
+        for account in accounts:
+            account.refill(now)
+            account.check(request)
+        for account in accounts:
+            account.tokens -= len(request.prompt_token_ids)
+
+    def add(self, sequence: Sequence) -> bool:
+        """It waits from now on; False: parked, until `ended` of another lets it through."""
+        for account in self._of(sequence.request):
+            account.waiting += 1
+        return self._let_through(sequence)
+
+    def parks(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence is parked."""
+        return sequence in self._parked
+
+    def admitted(self, sequence: Sequence) -> None:
+        """It waits no more, for the first time."""
+        for account in self._of(sequence.request):
+            account.waiting -= 1
+
+    def sampled(self, sequence: Sequence) -> None:
+        """It gave one token of output."""
+        if self._rates:
+            for account in self._of(sequence.request):
+                account.tokens -= 1
+
+    def ended(self, sequence: Sequence, waiting: bool) -> list[Sequence]:
+        """It ended, while `waiting` to be admitted or after that. Those that are let through in its place."""
+        accounts = self._of(sequence.request)
+        parked_by = self._parked.pop(sequence, None)
+        for account in accounts:
+            account.waiting -= waiting
+            account.active -= parked_by is None
+        if parked_by is not None:
+            parked_by.parked.discard(sequence)
+            return []
+        followers = []
+        for account in accounts:
+            while not account.full and (following := account.parked.head()) is not None:
+                account.parked.discard(following)
+                if self._let_through(following):
+                    followers.append(following)
+        return followers
+
+    def check_integrity(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> None:
+        """Accounts add up, nobody is parked without need; raises AssertionError saying what does not.
+
+        `waiting` were never admitted; `running` were, preempted ones included.
+        """
+        waits: collections.Counter[int] = collections.Counter()
+        active: collections.Counter[int] = collections.Counter()
+        for sequence in waiting:
+            for account in self._of(sequence.request):
+                waits[id(account)] += 1
+                active[id(account)] += sequence not in self._parked
+        for sequence in running:
+            assert sequence not in self._parked, "a running sequence is parked"
+            for account in self._of(sequence.request):
+                active[id(account)] += 1
+        for (kind, name), account in self._accounts.items():
+            counts = account.waiting, account.active
+            assert counts == (waits[id(account)], active[id(account)]), f"{kind} '{name}': {counts}"
+        assert all(account.full for account in self._parked.values()), "a sequence is parked without need"
+
+    def _let_through(self, sequence: Sequence) -> bool:
+        accounts = self._of(sequence.request)
+        for account in accounts:
+            if account.full:
+                account.parked.push(sequence)
+                self._parked[sequence] = account
+                return False
+        self._parked.pop(sequence, None)
+        for account in accounts:
+            account.active += 1
+        return True
+
+    def _of(self, request: Request) -> list[_Account]:
+        accounts = []
+        for limit in self._limits:
+            name = request.tenant if limit.kind == "tenant" else request.adapter_id
+            if name is not None:
+                accounts.append(self._accounts.get((limit.kind, name)) or self._open(limit, name))
+        return accounts
+
+    def _open(self, limit: Limit, name: str) -> _Account:
+        account = _Account(limit, name, float(limit.tokens_per_minute or 0), self._clock())
+        self._accounts[limit.kind, name] = account
+        return account
+
+    def _forget(self) -> None:
+        """Drop the accounts that are as good as new: names are the clients' to invent."""
+        now = self._clock()
+        for account in self._accounts.values():
+            account.refill(now)
+        self._accounts = {
+            key: account
+            for key, account in self._accounts.items()
+            if account.waiting or account.active or account.tokens < (account.limit.tokens_per_minute or 0)
+        }
+        self._forget_at = 1024 + 2 * len(self._accounts)

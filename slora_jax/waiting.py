@@ -1,0 +1,220 @@
+"""The waiting queue: limits first, then an order (`policies.py`), and what is given up meanwhile."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+from slora_jax.config import EngineConfig
+from slora_jax.early_abort import EarlyAbort
+from slora_jax.limits import Limit, Limits
+from slora_jax.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
+from slora_jax.request import Request, Sequence
+
+
+class WaitingQueue:
+    """Every sequence that waits, and which is next. O(log waiting) an operation.
+
+    Sequences that were preempted go first, whatever the policy: their tokens were paid for, and nobody new is
+    admitted until they run again. `config` says the policy and its numbers; `clock` gives the
+    seconds that `RequestMetrics` are in.
+    """
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._priority_s = config.priority_s
+        self._seekers: Seekers = {}
+        self._order = _order(config, self._seekers)
+        self._vtc = self._order if isinstance(self._order, VtcOrder) else None
+        self._limits = _limits(config, clock)
+        self._early = EarlyAbort(config.ttft_target_s) if "early-abort" in config.policies else None
+        self._preempted = RankHeap()
+        self._waiting: dict[Sequence, bool] = {}  # -> whether it is preempted
+        self._adapters: collections.Counter[str] = collections.Counter()  # of those that wait
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._waiting
+
+    @property
+    def adapter_names(self) -> Iterable[str]:
+        """Names of the adapters that waiting sequences need, each once."""
+        return self._adapters.keys()
+
+    def check(self, request: Request) -> None:
+        """Charge a request to its tenant and adapter before it is added; raises LimitExceededError."""
+        if self._limits is not None:
+            self._limits.check(request)
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence."""
+        request = sequence.request
+        sequence.rank = self._clock() + request.priority * self._priority_s, self._numbers
+        self._numbers += 1
+        self._enter(sequence, preempted=False)
+        if request.deadline_s is not None and sequence.index == 0:
+            deadline = request.metrics.arrival_time + request.deadline_s
+            heapq.heappush(self._deadlines, (deadline, self._numbers, request))
+        if self._early is not None:
+            self._early.add(request)
+        if self._limits is None or self._limits.add(sequence):
+            self._order.add(sequence)
+
+    def preempted(self, sequence: Sequence) -> None:
+        """One that ran waits again."""
+        self._enter(sequence, preempted=True)
+        self._preempted.push(sequence)
+
+    def head(self) -> Sequence | None:
+        """The one to admit next; None where nobody waits who may run now."""
+        return self._preempted.head() or self._order.head()
+
+    def candidates(self) -> Generator[Sequence]:
+        """Who is next, then who is next if that one is passed over or was admitted meanwhile, and so on.
+
+        Closing it makes those passed over as good as before, at their old ranks. Costs O(log waiting) for
+        each one that was seen.
+        """
+        passed: list[Sequence] = []
+        try:
+            while (sequence := self.head()) is not None:
+                yield sequence
+                if sequence in self._waiting:
+                    self._hold(sequence)
+                    passed.append(sequence)
+        finally:
+            for sequence in passed:
+                if sequence in self._waiting:
+                    self._release(sequence)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """It runs from now on, its adapter pinned."""
+        had_run = self._leave(sequence)
+        if had_run:
+            self._preempted.discard(sequence)
+        else:
+            self._order.remove(sequence, admitted=True)
+        adapter = sequence.adapter
+        if adapter is not None and adapter.pins == 1:  # the first of the batch
+            for order in self._seekers.get(adapter, ()):
+                order.came_near(adapter)
+        if had_run:
+            return
+        if self._limits is not None:
+            self._limits.admitted(sequence)
+        if self._early is not None:
+            self._early.started(sequence.request)
+
+    def ended(self, sequence: Sequence) -> None:
+        """It has ended, while it waited or while it ran."""
+        waited = sequence in self._waiting
+        had_run = not waited or self._leave(sequence)
+        parked = False
+        followers: list[Sequence] = []
+        if self._limits is not None:
+            parked = self._limits.parks(sequence)
+            followers = self._limits.ended(sequence, waiting=not had_run)
+        if waited and had_run:
+            self._preempted.discard(sequence)
+        elif waited and not parked:
+            self._order.remove(sequence, admitted=False)
+        if had_run and self._vtc is not None:
+            self._vtc.ended(sequence)
+        if self._early is not None:
+            self._early.forget(sequence.request)
+        for follower in followers:
+            self._order.add(follower)
+
+    def sampled(self, sequence: Sequence) -> None:
+        """It gave a token (its first one, where the request's `first_token_time` has just been set)."""
+        if self._vtc is not None:
+            self._vtc.sampled(sequence)
+        if self._limits is not None:
+            self._limits.sampled(sequence)
+        if self._early is not None and sequence.request.metrics.num_output_tokens == 1:
+            self._early.first_token(sequence.request)
+
+    def overdue(self) -> list[tuple[Request, str]]:
+        """Requests, waiting or running, that are to be ended now, each with the reason."""
+        now, found = self._clock(), []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.finished:
+                found.append((request, f"not finished within its deadline_s of {request.deadline_s:g} s"))
+        if self._early is not None:
+            found += [(request, why) for request, why in self._early.late(now) if not request.finished]
+        return found
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Counts add up; raises AssertionError saying what does not."""
+        names = collections.Counter(s.adapter.name for s in self._waiting if s.adapter is not None)
+        assert names == self._adapters, f"adapters that wait: {self._adapters}, not {names}"
+        if self._limits is not None:
+            preempted = [s for s, had_run in self._waiting.items() if had_run]
+            new = [s for s, had_run in self._waiting.items() if not had_run]
+            self._limits.check_integrity(new, [*running, *preempted])
+
+    def _hold(self, sequence: Sequence) -> None:
+        if self._waiting[sequence]:
+            self._preempted.discard(sequence)
+        else:
+            self._order.hold(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self._waiting[sequence]:
+            self._preempted.push(sequence)
+        else:
+            self._order.release(sequence)
+
+    def _enter(self, sequence: Sequence, preempted: bool) -> None:
+        self._waiting[sequence] = preempted
+        if sequence.adapter is not None:
+            self._adapters[sequence.adapter.name] += 1
+
+    def _leave(self, sequence: Sequence) -> bool:
+        """Whether it had been preempted."""
+        adapter = sequence.adapter
+        if adapter is not None:
+            self._adapters[adapter.name] -= 1
+            if not self._adapters[adapter.name]:
+                del self._adapters[adapter.name]
+        return self._waiting.pop(sequence)
+
+
+def _order(config: EngineConfig, seekers: Seekers) -> Order:
+    def within() -> Order:
+        if "cluster" in config.policies:
+            return ClusterOrder(config.cluster_max_passes, seekers)
+        return FcfsOrder()
+
+    if "vtc" not in config.policies:
+        return within()
+    return VtcOrder(
+        within,
+        input_price=config.vtc_input_price,
+        output_price=config.vtc_output_price,
+        weights=config.tenant_weights,
+    )
+
+
+def _limits(config: EngineConfig, clock: Callable[[], float]) -> Limits | None:
+    limits = [
+        Limit(
+            "tenant", config.tenant_max_concurrency, config.tenant_tokens_per_minute, config.tenant_max_queue
+        ),
+        Limit(
+            "adapter",
+            config.adapter_max_concurrency,
+            config.adapter_tokens_per_minute,
+            config.adapter_max_queue,
+        ),
+    ]
+    return Limits(limits, clock) if any(limits) else None

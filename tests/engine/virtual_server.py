@@ -1,0 +1,230 @@
+"""The real scheduler, store and pool on a virtual clock: requests of given lengths, steps of given durations.
+
+No model and no token values: what is decided (who runs when, on which pages) is all there is. Used by tests
+of policies and by `benchmarks/sim_scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from slora_jax.config import EngineConfig
+from slora_jax.lora.packing import PackedAdapter
+from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.memory.layout import MODULES
+from slora_jax.memory.page_pool import PagePool
+from slora_jax.memory.prefix_cache import PrefixCache
+from slora_jax.memory.reclaim import Reclaimer
+from slora_jax.outputs import FinishReason, RequestMetrics
+from slora_jax.request import DEFAULT_TENANT, Request, Sequence
+from slora_jax.sampling_params import SamplingParams
+from slora_jax.scheduler import Scheduler, SchedulerLimits, StepPlan
+from slora_jax.waiting import WaitingQueue
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request to come; times in seconds, lengths in tokens."""
+
+    time: float
+    prompt_len: int
+    output_len: int
+    adapter: Adapter | None = None
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0
+    deadline_s: float | None = None
+    n: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step: fixed, a decode row, a prefill token, a page of an adapter in the batch, a page
+    loaded.
+    """
+
+    step: float = 0.01
+    decode: float = 0.0
+    prefill: float = 0.0
+    adapter_page: float = 0.0
+    loaded_page: float = 0.0
+
+
+class VirtualServer:
+    """`now` is the time; `step` runs one step of the scheduler and ends the sequences that are whole.
+
+    `admitted` has sequences in the order of admission, `reasons` why requests were given up, by their ids.
+    """
+
+    def __init__(self, config: EngineConfig, num_pages: int, cost: StepCost | None = None) -> None:
+        self.now = 0.0
+        self.pool = PagePool(num_pages)
+        reclaim = Reclaimer(self.pool)
+        prefixes = PrefixCache(reclaim, config.page_tokens, enabled=False)  # tokens have no values here
+        self.store = AdapterStore(reclaim, on_freed=prefixes.drop)
+        self.waiting = WaitingQueue(config, self.clock)
+        limits = SchedulerLimits(
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+            max_mixed_prompt_tokens=config.max_step_tokens,
+            max_chunk_tokens=config.prefill_chunk_tokens or config.max_step_tokens,
+            max_prefill_seqs=config.max_batch_size,
+            page_tokens=config.page_tokens,
+            prefill_delay_steps=config.prefill_delay_steps,
+        )
+        self.scheduler = Scheduler(
+            limits, reclaim, self.store, prefixes, self._load, self.waiting, self.clock
+        )
+        self.cost = cost or StepCost()
+        self.requests: list[Request] = []
+        self.live: dict[Request, None] = {}
+        self.admitted: list[Sequence] = []
+        self.reasons: dict[str, str] = {}
+        self.loads = self._loaded_pages = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def register(self, name: str, num_pages: int) -> Adapter:
+        """An adapter of so many pages."""
+        return self.store.register(name, f"/virtual/{name}", _packed(num_pages))
+
+    def add(self, arrival: Arrival) -> Request:
+        """Queue a request that arrived at `arrival.time`; raises LimitExceededError as an engine does."""
+        request = Request(
+            request_id=str(len(self.requests)),
+            prompt=None,
+            prompt_token_ids=[0] * arrival.prompt_len,
+            prompt_index=0,
+            adapter=arrival.adapter,
+            params=SamplingParams(max_tokens=arrival.output_len),
+            metrics=RequestMetrics(arrival.time, num_prompt_tokens=arrival.prompt_len),
+            tenant=arrival.tenant,
+            priority=arrival.priority,
+            deadline_s=arrival.deadline_s,
+        )
+        request.sequences = [
+            Sequence(
+                request=request,
+                index=i,
+                seed=i,
+                tokens=[0] * arrival.prompt_len,
+                prompt_len=arrival.prompt_len,
+                max_len=arrival.prompt_len + arrival.output_len,
+                stop_ids=frozenset(),
+                detokenizer=None,
+            )
+            for i in range(arrival.n)
+        ]
+        self.waiting.check(request)
+        if request.adapter is not None:
+            self.store.acquire(request.adapter)
+        self.requests.append(request)
+        self.live[request] = None
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        return request
+
+    def abort(self, request: Request, reason: str) -> None:
+        """End what is left of a request."""
+        self.reasons[request.request_id] = reason
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self._end(sequence, "abort")
+
+    def give_up_overdue(self) -> None:
+        """What an engine does before it schedules."""
+        for request, reason in self.waiting.overdue():
+            self.abort(request, reason)
+
+    def step(self, schedule: Callable[[], StepPlan] | None = None) -> StepPlan:
+        """Give up, schedule (with `schedule` if it is given), let the step's time pass, end what is whole."""
+        self.give_up_overdue()
+        self._loaded_pages = 0
+        before = len(self.scheduler.running)
+        plan = (schedule or self.scheduler.schedule)()
+        new = len(self.scheduler.running) - before
+        if new > 0:
+            self.admitted += list(self.scheduler.running)[-new:]
+        self.now += self._seconds(plan)
+        self._collect(plan)
+        return plan
+
+    def run(self, arrivals: Iterable[Arrival], until: float = float("inf")) -> None:
+        """Serve arrivals (in order of time) and drain, or stop at `until`."""
+        coming = sorted(arrivals, key=lambda a: a.time)
+        coming.reverse()
+        while (coming or self.live) and self.now < until:
+            if not self.live and coming and coming[-1].time > self.now:
+                self.now = coming[-1].time
+            while coming and coming[-1].time <= self.now:
+                self.add(coming.pop())
+            self.step()
+
+    def check_integrity(self) -> None:
+        """Of the scheduler, and that live requests are those that it holds."""
+        self.scheduler.check_integrity()
+        held = [*self.scheduler.running, *self.waiting]
+        live = {s for r in self.live for s in r.sequences if s.finish_reason is None}
+        assert len(held) == len(set(held))
+        assert set(held) == live
+
+    def _load(self, adapter: Adapter) -> None:
+        self.loads += 1
+        self._loaded_pages += adapter.num_pages
+
+    def _seconds(self, plan: StepPlan) -> float:
+        cost = self.cost
+        pages = {a: a.num_pages for c in plan if (a := c.sequence.adapter) is not None}
+        return (
+            cost.step
+            + cost.decode * len(plan.decodes)
+            + cost.prefill * sum(c.count for c in plan.prefills)
+            + cost.adapter_page * sum(pages.values())
+            + cost.loaded_page * self._loaded_pages
+        )
+
+    def _collect(self, plan: StepPlan) -> None:
+        for chunk in plan:
+            sequence = chunk.sequence
+            if not chunk.samples:
+                continue
+            sequence.pending -= 1
+            sequence.tokens.append(0)
+            metrics = sequence.request.metrics
+            metrics.num_output_tokens += 1
+            if metrics.first_token_time is None:
+                metrics.first_token_time = self.now
+            self.waiting.sampled(sequence)
+            if len(sequence.tokens) >= sequence.max_len:
+                self._end(sequence, "length")
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        sequence.pending = 0
+        self.scheduler.finish(sequence)
+        request = sequence.request
+        if request.finished:
+            request.metrics.finished_time = self.now
+            del self.live[request]
+            if request.adapter is not None:
+                self.store.release(request.adapter)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sized:
+    """Stands in for an AdapterLayout: the scheduler asks for the size only."""
+
+    num_pages: int
+
+
+def _packed(num_pages: int) -> PackedAdapter:
+    return PackedAdapter(
+        pages=np.empty((0,), np.float32),
+        layout=_Sized(num_pages),  # type: ignore[arg-type]
+        rank=8,
+        target_modules=MODULES[:4],
+        features={},
+    )

@@ -1,0 +1,67 @@
+"""Tenants, priorities, deadlines and limits over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.engine.test_engine_properties import simulated_engine
+from tests.server.fake_engine import ByteTokenizer, FakeEngine
+from tests.server.live import serve
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+COMPLETION = {"prompt": "hi", "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)], ids=["text", "chat"]
+)
+def test_requests_carry_their_tenant_priority_and_deadline(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(tokenizer=ByteTokenizer())
+    with serve(engine) as live:
+        assert live.post(path, body).status_code == 200
+        fields = {"user": "alice", "priority": -3, "deadline_s": 2.5}
+        assert live.post(path, {**body, **fields}).status_code == 200
+        assert live.post(path, {**body, **fields}, headers={"X-Tenant": "acme"}).status_code == 200
+        refused = live.post(path, {**body, "priority": "high"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    assert engine.scheduling == [("default", 0, None), ("alice", -3, 2.5), ("acme", -3, 2.5)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_over_a_limit_is_429_with_the_reason_and_when_to_come_back(stream: bool) -> None:
+    engine = FakeEngine(tokenizer=ByteTokenizer())
+    with serve(engine) as live:
+        response = live.post("/v1/completions", {**COMPLETION, "user": "greedy", "stream": stream})
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "13"
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("RateLimitError", 429)
+        assert "tenant 'greedy'" in error["message"]
+        with live.openai() as client, pytest.raises(openai.RateLimitError):
+            client.completions.create(model="fake-model", prompt="hi", user="greedy")
+        assert live.post("/v1/completions", COMPLETION).status_code == 200
+
+
+def test_of_several_prompts_over_a_limit_none_is_left_behind() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16, tenant_max_queue=2)
+    with serve(engine) as live:
+        body = {"prompt": [[1], [2], [3]], "max_tokens": 4, "user": "alice"}
+        refused = live.post("/v1/completions", body)
+        assert refused.status_code == 429
+        assert "tenant_max_queue 2" in refused.json()["error"]["message"]
+        assert live.post("/v1/completions", {**body, "prompt": [[1], [2]]}).status_code == 200
+    engine.check_integrity()
+
+
+def test_a_deadline_that_passes_is_a_503_that_says_so() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16)
+    with serve(engine) as live:
+        response = live.post("/v1/completions", {"prompt": [1], "max_tokens": 60, "deadline_s": 1e-6})
+        assert response.status_code == 503
+        assert "deadline_s" in response.json()["error"]["message"]
+        wrong = live.post("/v1/completions", {"prompt": [1], "deadline_s": -1})
+        assert wrong.status_code == 400
+        assert "deadline_s must be above 0 seconds" in wrong.json()["error"]["message"]

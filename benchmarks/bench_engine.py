@@ -29,7 +29,8 @@ import numpy as np
 
 from benchmarks.record import record
 from slora_jax import EngineConfig, SamplingParams
-from slora_jax.engine import Engine, PreparedAdapter
+from slora_jax.engine import Engine
+from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
 
 COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
@@ -166,11 +167,9 @@ def decode(args: argparse.Namespace) -> None:
         tokens = sum(s.num_computed for s in engine._scheduler.running)
         kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
         adapters = sum(
-            sum(
-                a.packed.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m]) for m in MODULES
-            )
+            sum(a.shape.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m]) for m in MODULES)
             for a in engine._adapters.resident
-            if a.packed is not None and a.pins
+            if a.pins
         )
         floor = (params + kv + adapters * layout.n_layers * 2) / COPY_BANDWIDTH * 1e3
         for request in list(engine._requests):

@@ -183,6 +183,22 @@ class EngineConfig:
     )
     memory_fraction: float = _option(0.85, "share of an accelerator's memory for weights and pool")
     max_lora_rank: int = _option(256, "highest rank that an adapter may have")
+    lazy_adapters: bool = _option(
+        False,
+        "check adapters by their adapter_config.json alone at the start; read weights when needed",
+    )
+    adapter_host_bytes: int | None = _option(
+        None, "host memory for adapters that can be read again; None: half of the machine's"
+    )
+    adapter_staging_bytes: int | None = _option(
+        None, "device memory for adapters on their way into the pool; None: 256 MiB"
+    )
+    adapter_prefetch: int = _option(
+        16, "waiting sequences whose adapters are loaded ahead of their turn; 0 also stops guesses"
+    )
+    prefetch_watermark: float = _option(
+        0.2, "share of the pool that adapters loaded on a guess must leave free"
+    )
     tensor_parallel_size: int = _option(1, "devices that share the model")
     kernel_backend: KernelBackend = _option(
         "auto", "kernels to run: xla (any device; what auto means today) or mosaic (a Hopper GPU, bfloat16)"
@@ -214,7 +230,13 @@ class EngineConfig:
         )
         for name in positive:
             _check(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_model_len", "prefill_chunk_tokens", "pool_bytes"):
+        for name in (
+            "max_model_len",
+            "prefill_chunk_tokens",
+            "pool_bytes",
+            "adapter_host_bytes",
+            "adapter_staging_bytes",
+        ):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
         _check(
@@ -237,6 +259,13 @@ class EngineConfig:
             f"load_format must be auto, safetensors, gguf, orbax or dummy, got {self.load_format!r}",
         )
         _check(self.max_lora_rank <= 256, f"max_lora_rank may be at most 256, got {self.max_lora_rank}")
+        _check(
+            self.adapter_prefetch >= 0, f"adapter_prefetch must not be negative, got {self.adapter_prefetch}"
+        )
+        _check(
+            0 <= self.prefetch_watermark <= 1,
+            f"prefetch_watermark must be in [0, 1], got {self.prefetch_watermark}",
+        )
         _check(self.max_logprobs >= 0, f"max_logprobs must not be negative, got {self.max_logprobs}")
         _check(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}")
         _check(

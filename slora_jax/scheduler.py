@@ -1,20 +1,22 @@
 """Who runs in the next step: continuous batching with ragged chunked prefill, over one budget of pages.
 
-First come, first served. A step takes every running sequence's decode, then prefill chunks of running
-sequences, then admits waiting ones, within `max_step_tokens`. When pages run out, idle adapters give way
-first, then the youngest running sequence is preempted: it gives its pages back and recomputes later. The
-oldest sequence can always take what it needs (admission checks that one request fits the pool), so something
-always moves.
+First come, first served, but for those whose adapters are still being loaded. A step takes every running
+sequence's decode, then prefill chunks of running sequences, then admits waiting ones, within
+`max_step_tokens`. When pages run out, idle adapters give way first, then the youngest running sequence is
+preempted: it gives its pages back and recomputes later. The oldest sequence can always take what it needs
+(admission checks that one request fits the pool), so something always moves.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.lora.loader import AdapterLoader
+from slora_jax.lora.store import AdapterStore
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.request import Sequence
 
@@ -57,18 +59,19 @@ class SchedulerLimits:
     max_chunk_tokens: int
     max_prefill_seqs: int
     page_tokens: int
+    lookahead: int  # waiting sequences whose adapters are loaded before their turn
 
 
 class Scheduler:
-    """Owns the queue, the slots and sequences' pages. `load(adapter)` must write a newly resident adapter."""
+    """Owns the queue, the slots and sequences' pages."""
 
     def __init__(
-        self, limits: SchedulerLimits, pool: PagePool, adapters: AdapterStore, load: Callable[[Adapter], None]
+        self, limits: SchedulerLimits, pool: PagePool, adapters: AdapterStore, loader: AdapterLoader
     ) -> None:
         self._limits = limits
         self._pool = pool
         self._adapters = adapters
-        self._load = load
+        self._loader = loader
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
@@ -90,8 +93,8 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is not None and sequence.remaining > 1:
                 self._take(plan, sequence)
-        while self.waiting and self._has_budget(plan) and self._admit(self.waiting[0]):
-            self._take(plan, self.running[-1])
+        if self.waiting:
+            self._admit_waiting(plan)
         return self._commit(plan)
 
     def finish(self, sequence: Sequence) -> None:
@@ -117,9 +120,8 @@ class Scheduler:
         pins = collections.Counter(id(s.adapter) for s in self.running if s.adapter is not None)
         for adapter in self._adapters:
             assert adapter.pins == pins[id(adapter)], f"adapter '{adapter.name}' has {adapter.pins} pins"
-            assert not adapter.pins or adapter.pages is not None, (
-                f"adapter '{adapter.name}' runs without pages"
-            )
+        self._adapters.check_integrity()
+        self._loader.check_integrity()
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
 
@@ -174,29 +176,57 @@ class Scheduler:
         if sequence.adapter is not None:
             self._adapters.unpin(sequence.adapter)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Move the head of the queue to the running ones, with its adapter resident, if all of it fits now.
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """Let waiting sequences in, in their order, as budget, slots and pages allow.
 
-        A preempted sequence waits until the tokens it had sampled have come back from the device.
+        One whose adapter is not resident yet is passed over while it is loaded, but those behind it are let
+        in only beside the room that it will need: nobody is overtaken for good. One that lacks room stops all
+        behind it. The first `lookahead` have their adapters loaded even where they cannot run yet.
         """
-        if not self._slots or sequence.pending:
-            return False
-        adapter = sequence.adapter
-        absent = adapter if adapter is not None and adapter.pages is None else None
-        # All of its prompt, beside what running ones lack of theirs and a page for their next tokens: a
-        # sequence that is let in for less is preempted before it samples, and computes its prompt in vain.
-        lacking = sum(max(1, self.pages_for(s.num_tokens) - len(s.pages)) for s in self.running)
-        need = self.pages_for(sequence.remaining) + lacking + (absent.num_pages if absent else 0)
-        if self.running and not self._adapters.can_make_room(need, keep=adapter):
-            return False
-        if absent is not None:
-            self._adapters.make_resident(absent, self._load)
-        if adapter is not None:
-            self._adapters.pin(adapter)
-        self.waiting.popleft()
+        limits = self._limits
+        lacking = sum(self._lacking(s) for s in self.running)
+        ahead = 0  # pages that those passed over will need
+        counted: set[int] = set()  # generations whose pages are in `ahead`
+        blocked = False
+        window = itertools.islice(self.waiting, limits.max_batch_size + limits.lookahead)
+        for index, sequence in enumerate(list(window)):
+            can_run = bool(self._slots) and self._has_budget(plan) and not blocked
+            if sequence.pending or (not can_run and index >= limits.lookahead):
+                break
+            # All of its prompt, beside what running ones lack of theirs and a page for their next tokens:
+            # who is let in for less is preempted before it samples, and computes its prompt in vain.
+            prompt = self.pages_for(sequence.remaining)
+            adapter = sequence.adapter
+            known = adapter is None or adapter.generation in counted
+            absent = adapter.num_pages if adapter is not None and adapter.pages is None and not known else 0
+            alone = not self.running and not ahead  # intake saw to it that it fits
+            blocked |= not alone and not self._adapters.can_make_room(
+                lacking + ahead + prompt + absent, keep=None if known else adapter
+            )
+            can_run = can_run and not blocked
+            ready = adapter is None or self._loader.seek(adapter, room=not blocked, waits=can_run)
+            if ready and can_run:
+                self._start(sequence)
+                self._take(plan, sequence)
+                lacking += self._lacking(sequence)
+                continue
+            ahead += prompt
+            if adapter is not None and not known:
+                counted.add(adapter.generation)
+                self._adapters.touch(adapter)
+                if not adapter.pins and adapter.state != "staged":  # it needs pages, or could lose them
+                    ahead += adapter.num_pages
+
+    def _lacking(self, sequence: Sequence) -> int:
+        """Pages that a running sequence still needs for its tokens so far, or for its next one."""
+        return max(1, self.pages_for(sequence.num_tokens) - len(sequence.pages))
+
+    def _start(self, sequence: Sequence) -> None:
+        if sequence.adapter is not None:
+            self._adapters.pin(sequence.adapter)
+        self.waiting.remove(sequence)
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
-        return True
 
     def _commit(self, plan: StepPlan) -> StepPlan:
         for chunks in (plan.decodes, plan.prefills):

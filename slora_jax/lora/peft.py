@@ -63,6 +63,14 @@ class LoraAdapter:
 
 
 @dataclasses.dataclass(frozen=True)
+class FolderStamp:
+    """Which state of an adapter's files was seen, so that a change of them is noticed."""
+
+    folder: str  # absolute
+    files: tuple[tuple[int, int], ...]  # (bytes, time of change in ns) of config and weights
+
+
+@dataclasses.dataclass(frozen=True)
 class _Header:
     key: str
     dtype: str
@@ -111,6 +119,67 @@ def read_adapter(
         if any(m == module for _, m in weights)
     }
     return LoraAdapter(folder, max(ranks.values()), tuple(ranks), ranks, weights, lora.base_model)
+
+
+def promised_ranks(
+    path: str | os.PathLike[str], config: ModelConfig, *, max_rank: int = MAX_RANK
+) -> dict[str, int]:
+    """Each module's largest rank by the folder's config alone; `read_adapter` refuses weights of others.
+
+    Opens no weights, so it is cheap and says nothing of them. Raises like `read_adapter` for what the config
+    shows, and where a file is missing.
+    """
+    folder = _folder(path)
+    _weights_file(folder)
+    lora = read_config(_existing(folder, CONFIG_FILE, "save it with save_pretrained"), config.model_type)
+    _check_targets(lora)
+    ranks: dict[str, int] = {}
+    for module in MODULES:
+        for layer in range(config.num_hidden_layers):
+            place = _module_path(layer, module)
+            if lora.refused_by(place) is not None:
+                continue
+            rank, field = lora.rank(place)
+            if rank > min(max_rank, MAX_RANK):
+                raise AdapterError(
+                    f"{lora.path}: field '{field}': rank {rank} is above max_lora_rank "
+                    f"{min(max_rank, MAX_RANK)}; raise it in EngineConfig (at most {MAX_RANK})"
+                )
+            ranks[module] = max(rank, ranks.get(module, 0))
+    if not ranks:
+        raise AdapterError(
+            f"{lora.path}: field 'target_modules' matches no module of the base model ({_base(lora)}); "
+            "expected some of " + ", ".join(MODULES)
+        )
+    return ranks
+
+
+def folder_stamp(path: str | os.PathLike[str]) -> FolderStamp:
+    """The present state of an adapter's files. Raises like `read_adapter` where one is missing."""
+    folder = _folder(path)
+    files = (_weights_file(folder), _existing(folder, CONFIG_FILE, "save it with save_pretrained"))
+    stats = [file.stat() for file in files]
+    return FolderStamp(os.path.abspath(folder), tuple((s.st_size, s.st_mtime_ns) for s in stats))
+
+
+def find_adapters(folder: str | os.PathLike[str]) -> dict[str, Path]:
+    """Adapter folders by name, sorted: `folder` itself, or those of its sub-folders that look like one.
+
+    A sub-folder looks like an adapter where it holds a config or weights by PEFT's names, even one that would
+    be refused. Raises FileNotFoundError or AdapterError where `folder` is none, ValueError where it has none.
+    """
+    root = _folder(folder)
+    names = (CONFIG_FILE, WEIGHTS_FILE, *_PICKLED_FILES)
+    with os.scandir(root) as entries:
+        children = sorted(entry.name for entry in entries)
+    if any(name in children for name in names):
+        return {root.resolve().name: root}
+    found = {
+        child: root / child for child in children if any((root / child / name).exists() for name in names)
+    }
+    if not found:
+        raise ValueError(f"{root}: neither it nor a folder in it holds {CONFIG_FILE} or {WEIGHTS_FILE}")
+    return found
 
 
 def module_features(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -240,11 +309,7 @@ def _check_against_config(
     config: ModelConfig,
 ) -> None:
     """The config targets just the modules that have tensors, and nothing that cannot be served."""
-    for path in ("lm_head", "model.embed_tokens"):
-        if lora.refused_by(path) is None:
-            raise AdapterError(
-                f"{lora.path}: field 'target_modules': LoRA on {path} is not supported; train without it"
-            )
+    _check_targets(lora)
     for layer in range(config.num_hidden_layers):
         for module in MODULES:
             path = _module_path(layer, module)
@@ -259,6 +324,14 @@ def _check_against_config(
                     f"{file}: no key for {path}, which {lora.path.name} targets (field 'target_modules'); "
                     f"the adapter may be incomplete or of another base model ({_base(lora)})"
                 )
+
+
+def _check_targets(lora: PeftLoraConfig) -> None:
+    for path in ("lm_head", "model.embed_tokens"):
+        if lora.refused_by(path) is None:
+            raise AdapterError(
+                f"{lora.path}: field 'target_modules': LoRA on {path} is not supported; train without it"
+            )
 
 
 def _check_shape(

@@ -27,7 +27,8 @@ from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, default_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.packing import AdapterShape, PackedAdapter, pack_adapter
-from slora_jax.lora.peft import FolderStamp, folder_stamp, promised_ranks, read_adapter
+from slora_jax.lora.peft import promised_ranks, read_adapter
+from slora_jax.lora.peft_folder import FolderStamp, folder_stamp
 from slora_jax.lora.store import AdapterStore
 from slora_jax.lora.transfer import HostCopy
 from slora_jax.memory.layout import PageLayout

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from slora_jax.errors import AdapterError
 from slora_jax.lora.packing import AdapterShape, PackedAdapter
-from slora_jax.lora.peft import FolderStamp
+from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.outputs import LoadStats

@@ -21,7 +21,7 @@ from typing import Literal
 from slora_jax.errors import AdapterExistsError, UnknownAdapterError
 from slora_jax.lora.host_cache import HostCache
 from slora_jax.lora.packing import AdapterShape
-from slora_jax.lora.peft import FolderStamp
+from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.transfer import HostCopy
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.outputs import AdapterInfo

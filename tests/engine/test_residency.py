@@ -1,4 +1,4 @@
-"""Adapters that are read, staged and written while others run: nothing waits, mixes up, leaks or gets lost."""
+"""Adapters that are read, staged and written while others run: nothing is mixed up, lost or leaked."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 import slora_jax.engine
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.engine import Engine
-from slora_jax.lora.loader import PreparedAdapter
-from slora_jax.lora.peft import FolderStamp
+from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
+from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.outputs import StreamEvent
 from slora_jax.sharding.mesh import make_mesh
@@ -33,7 +33,7 @@ from tests.engine.test_engine_properties import MODEL, VOCAB
 
 
 class Disk:
-    """Folders by path, each with the fingerprint and rank of its adapter; what is asked to fail does, once."""
+    """Folders by path, each with its adapter's fingerprint and rank; what is told to fail does, once."""
 
     def __init__(self) -> None:
         self.folders: dict[str, tuple[int, int]] = {}
@@ -75,7 +75,7 @@ class SlowCopy(StagedCopy):
         return bool(self.state[0] < 0)  # type: ignore[attr-defined]
 
     def wait(self) -> None:
-        looks, error = self.state  # type: ignore[attr-defined]
+        error = self.state[1]  # type: ignore[attr-defined]
         self.state[0] = 0  # type: ignore[attr-defined]
         if error is not None:
             raise error
@@ -196,7 +196,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         looks: list[int],
     ) -> None:
         turns = itertools.cycle(looks)
-        some = 4 * 5 * MODEL.num_hidden_layers * 256
+        some = 28672  # bytes of an adapter of rank 8
         self.bench = Bench(
             lambda: next(turns),
             num_pages=num_pages,
@@ -354,23 +354,19 @@ def test_a_request_whose_adapter_is_read_does_not_stop_those_behind_it() -> None
     assert tokens(bench.run()[first]) == want([1, 2], 7, 6)
 
 
-def test_who_is_passed_over_keeps_the_room_that_it_needs() -> None:
+def test_who_is_passed_over_is_not_overtaken_for_good() -> None:
     bench = Bench(num_pages=40, max_batch_size=8, max_step_tokens=64)
-    path_pages = bench.register("big", 9, 20) and bench.engine.adapters()[0].pages
+    bench.register("big", 9)
     big = bench.engine.add_request([5] * 20, "big", SamplingParams(max_tokens=4))
     ended: list[str] = []
-    bench.engine.step()
     while big not in ended:  # a stream of others that would fill the pool for ever
+        assert bench.engine.stats().steps < 60
         if bench.engine.stats().num_waiting < 4:
             bench.engine.add_request([6] * 20, None, SamplingParams(max_tokens=20))
-        stats = bench.engine.stats()
-        waits = any(s.request.request_id == big for s in bench.engine._scheduler.waiting)
-        assert not waits or stats.pages_free + stats.pages_adapter >= path_pages
         if bench.engine.stats().steps > 10:
             bench.executor.run()
         ended += [e.request_id for e in bench.engine.step() if e.finish_reason]
-        assert bench.engine.stats().steps < 100
-    assert path_pages > 0
+        bench.engine.check_integrity()
 
 
 @pytest.mark.parametrize("what", ["read", "stage", "copy", "write"])
@@ -517,7 +513,7 @@ def test_a_step_that_can_do_nothing_else_waits_for_a_load() -> None:
 
     def wait(timeout: float) -> bool:
         waits.append(timeout)
-        return bench.executor.run()
+        return bench.executor.run() or AdapterLoader.wait(bench.engine._loader, timeout)
 
     bench.engine._loader.wait = wait  # type: ignore[method-assign]
     bench.engine.add_request([1, 2], "a", GREEDY)

@@ -41,7 +41,8 @@ class StagedCopy:
 
     def is_ready(self) -> bool:
         """Whether the copy is done, rightly or not."""
-        return all(p.is_ready() for p in (*self.pieces, *self.ids) if isinstance(p, jax.Array))
+        arrays: list[Any] = [a for a in (*self.pieces, *self.ids) if isinstance(a, jax.Array)]
+        return all(a.is_ready() for a in arrays)
 
     def wait(self) -> None:
         """Wait for the copy; raises the device's error where it failed."""

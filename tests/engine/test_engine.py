@@ -376,7 +376,7 @@ def test_registering_refuses_what_the_config_shows(tiny_model_dir: Path, tmp_pat
     write_peft_adapter(tmp_path / "head", shape, target_modules=["q_proj", "v_proj", "lm_head"])
     write_peft_adapter(tmp_path / "none", shape, target_modules=["c_attn"])
     write_peft_adapter(tmp_path / "high", shape, {"q_proj": 65})
-    write_peft_adapter(tmp_path / "big", shape, {"gate_proj": 64, "up_proj": 64})
+    write_peft_adapter(tmp_path / "big", shape, dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 64))
     for name, reason in (
         ("dora", "'use_dora'"),
         ("head", "LoRA on lm_head is not supported"),

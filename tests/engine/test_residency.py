@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -177,13 +178,13 @@ class ResidencyMachine(RuleBasedStateMachine):
     """Loads, reloads, unloads, aborts, changed files, failed reads and copies, at any moment."""
 
     @initialize(
-        num_pages=st.integers(40, 90),
+        num_pages=st.integers(32, 70),
         max_batch_size=st.integers(1, 5),
         host_adapters=st.integers(0, 5),
         staging_adapters=st.integers(0, 3),
         prefetch=st.sampled_from([0, 1, 4, 16]),
         watermark=st.sampled_from([0.0, 0.3]),
-        looks=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+        looks=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     )
     def start(
         self,
@@ -214,6 +215,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], StreamEvent] = {}
+        for name in "abc":
+            self.load(name, 8, given=name == "c")
 
     @rule(name=st.sampled_from("abcdefgh"), rank=st.sampled_from([3, 8, 20]), given=st.booleans())
     def load(self, name: str, rank: int, given: bool) -> None:
@@ -339,6 +342,51 @@ def test_many_more_random_histories() -> None:
     )
 
 
+def soak(seed: int, operations: int) -> ResidencyMachine:
+    """A busy history, drawn with weights that keep pages, host memory and the queue short of room."""
+    rng = random.Random(seed)
+    machine = ResidencyMachine()
+    machine.start(
+        num_pages=rng.randint(32, 70),
+        max_batch_size=rng.randint(1, 5),
+        host_adapters=rng.randint(0, 5),
+        staging_adapters=rng.randint(0, 3),
+        prefetch=rng.choice([0, 1, 4, 16]),
+        watermark=rng.choice([0.0, 0.3]),
+        looks=[rng.randint(0, 9) for _ in range(8)],
+    )
+    names = "abcdefgh"
+    rules: list[tuple[int, Callable[[], None]]] = [
+        (12, lambda: machine.load(rng.choice(names), rng.choice([3, 8, 8, 20]), rng.random() < 0.3)),
+        (4, lambda: machine.unload(rng.choice(names))),
+        (2, lambda: machine.change_files(rng.choice(names), rng.random() < 0.5)),
+        (30, lambda: machine.add([rng.randrange(VOCAB)] * rng.randint(1, 30), 9, 1, rng.randrange(99))),
+        (3, lambda: machine.add([rng.randrange(VOCAB)] * 3, 60, 2, 0)),
+        (5, lambda: machine.abort(rng.randrange(99))),
+        (3, lambda: machine.fail_next(rng.choice(["read", "stage", "copy", "write"]))),
+        (30, lambda: machine.read(rng.randrange(9))),
+        (90, lambda: machine.step(rng.randint(1, 6), rng.random() < 0.5)),
+    ]
+    for _ in range(operations):
+        if machine.engine.stats().num_waiting > 20:
+            machine.step(6, reads=True)
+        rng.choices([call for _, call in rules], [weight for weight, _ in rules])[0]()
+        machine.nothing_is_wrong()
+    return machine
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_busy_history_mixes_nothing_up_and_leaks_nothing(seed: int) -> None:
+    machine = soak(seed, 400)
+    machine.teardown()
+
+
+@pytest.mark.slow
+def test_many_more_busy_histories() -> None:
+    for seed in range(100, 300):
+        soak(seed, 1500).teardown()
+
+
 GREEDY = SamplingParams(max_tokens=6)
 
 
@@ -347,7 +395,7 @@ def test_a_request_whose_adapter_is_read_does_not_stop_those_behind_it() -> None
     bench.register("slow", 7)
     first = bench.engine.add_request([1, 2], "slow", GREEDY)
     second = bench.engine.add_request([3, 4], None, GREEDY)
-    ended = []
+    ended: list[str] = []
     while not ended:
         ended = [e.request_id for e in bench.engine.step() if e.finish_reason]
     assert ended == [second]
@@ -389,6 +437,36 @@ def test_a_load_that_fails_ends_its_own_requests_and_the_next_tries_again(what: 
     assert tokens(events[good]) == want([1, 2], 8, 6)
     assert tokens(events[again]) == want([1, 2], 7, 6)
     assert bench.engine.stats().loading.failures == 1
+
+
+def test_a_running_request_takes_pages_back_from_an_adapter_on_its_way() -> None:
+    looks = itertools.chain([100], itertools.repeat(0))
+    bench = Bench(lambda: next(looks), num_pages=30, max_batch_size=2, max_step_tokens=16)
+    bench.register("a", 7)
+    long = bench.engine.add_request([9], None, SamplingParams(max_tokens=90))
+    for _ in range(3):
+        bench.engine.step()
+    late = bench.engine.add_request([4], "a", GREEDY)
+    events = bench.run()
+    assert tokens(events[long])[-87:] == want([9], BASE, 90)[3:]
+    assert tokens(events[late]) == want([4], 7, 6)
+    loading = bench.engine.stats().loading
+    assert loading.bytes_staged == 2 * bench.engine.adapters()[0].host_bytes, "its pages were not taken back"
+    assert bench.engine.stats().preemptions == 0
+
+
+def test_a_read_that_ends_after_its_adapter_is_gone_leaves_nothing() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    request = bench.engine.add_request([1, 2], "a", GREEDY)
+    bench.engine.step()
+    bench.executor.run()
+    bench.engine.abort(request)
+    bench.engine.unload_adapter("a")
+    bench.engine.step()
+    bench.engine.check_integrity()
+    assert bench.engine.stats().loading.host_bytes == 0
+    assert bench.engine._adapters.host.promised == 0
 
 
 def test_files_that_changed_since_they_were_registered_are_refused() -> None:

@@ -215,6 +215,8 @@ class AdapterStore:
         """Evict idle adapters, least recently used first, then withdraw staged ones, the latest first, until
         `pages` are free; all or nothing.
         """
+        if pages <= self._pool.num_free:
+            return True
         staged = sum(a.num_pages for a in self._staged.values())
         if pages > self._pool.num_free + self._idle_pages + staged:
             return False

@@ -115,11 +115,11 @@ class AdapterTransfer:
         return pool
 
     def _writer(self, pages: int) -> Any:
-        with self._compiling:
-            found = self._writers.get(pages)
-            if found is None:
-                found = self._writers[pages] = self._compile(pages)
-            return found
+        if pages not in self._writers:  # the owner, who needs it last, does not wait for others' compilations
+            with self._compiling:
+                if pages not in self._writers:
+                    self._writers[pages] = self._compile(pages)
+        return self._writers[pages]
 
     def _compile(self, pages: int) -> Any:
         def write(pool: jax.Array, ids: jax.Array, piece: jax.Array) -> jax.Array:

@@ -455,6 +455,58 @@ def test_a_running_request_takes_pages_back_from_an_adapter_on_its_way() -> None
     assert bench.engine.stats().preemptions == 0
 
 
+def test_a_copy_for_pages_that_were_taken_back_is_not_written() -> None:
+    looks = itertools.chain([1], itertools.repeat(0))
+    bench = Bench(lambda: next(looks), num_pages=90, max_batch_size=2, max_step_tokens=16)
+    bench.engine.load_adapter("a", simulated_adapter(bench.engine._layout, 7, 8))
+    request = bench.engine.add_request([4], "a", GREEDY)
+    bench.engine.step()
+    store, loader, adapter = bench.engine._adapters, bench.engine._loader, bench.engine._adapters.get("a")
+    store.withdraw(adapter)
+    taken = bench.engine._pool.allocate(3, "kv")
+    assert taken
+    loader.seek(adapter, room=True, waits=True)
+    loader.transfer()
+    bench.engine._pool.release(taken)
+    assert tokens(bench.run()[request]) == want([4], 7, 6)
+    assert bench.engine.stats().adapter_loads == 1
+
+
+def test_a_prefetch_does_not_push_out_what_an_earlier_request_needs() -> None:
+    bench = Bench(num_pages=31, max_batch_size=1, max_step_tokens=16)
+    for i, name in enumerate("ab", 7):
+        bench.engine.load_adapter(name, simulated_adapter(bench.engine._layout, i, 8))
+    bench.engine.add_request([4], "a", GREEDY)
+    bench.run()
+    running = bench.engine.add_request([4], None, GREEDY)
+    for name in "ab":
+        bench.engine.add_request([4], name, GREEDY)
+    events: list[StreamEvent] = []
+    while not any(e.request_id == running and e.finish_reason for e in events):
+        assert [a.name for a in bench.engine.adapters() if a.state == "resident"] == ["a"]
+        events += bench.engine.step()
+    bench.run()
+    assert bench.engine.stats().adapter_loads == 2
+
+
+def test_a_read_does_not_drop_the_copy_that_an_earlier_request_waits_with() -> None:
+    bench = Bench(num_pages=31, max_batch_size=2, max_step_tokens=16, adapter_host_bytes=1)
+    for i, name in enumerate("ab", 7):
+        bench.register(name, i)
+    running = bench.engine.add_request([4] * 16, None, SamplingParams(max_tokens=100))
+    for _ in range(60):  # no room for an adapter beside it any more
+        bench.engine.step()
+    for name in "ab":
+        bench.engine.add_request([4], name, GREEDY)
+    events: list[StreamEvent] = []
+    while not any(e.request_id == running and e.finish_reason for e in events):
+        bench.executor.run()
+        events += bench.engine.step()
+        assert bench.disk.reads <= 1
+    bench.run()
+    assert bench.disk.reads == 2
+
+
 def test_a_read_that_ends_after_its_adapter_is_gone_leaves_nothing() -> None:
     bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
     bench.register("a", 7)

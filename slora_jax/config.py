@@ -188,10 +188,11 @@ class EngineConfig:
         "check adapters by their adapter_config.json alone at the start; read weights when needed",
     )
     adapter_host_bytes: int | None = _option(
-        None, "host memory for adapters that can be read again; None: half of the machine's"
+        None,
+        "host memory for adapters that can be read again; None: half of the machine's, on a GPU 48G at most",
     )
     adapter_staging_bytes: int | None = _option(
-        None, "device memory for adapters on their way into the pool; None: 256 MiB"
+        None, "device memory for adapters on their way into the pool; None: a 64th of the pool, at least 64M"
     )
     adapter_prefetch: int = _option(
         16, "waiting sequences whose adapters are loaded ahead of their turn; 0 also stops guesses"

@@ -24,7 +24,7 @@ from slora_jax.completion import OutputCollector, accept_token, end
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.errors import AdapterError
 from slora_jax.intake import Prompt, RequestIntake, RequestLimits
-from slora_jax.lora.host_cache import HostCache, default_budget
+from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.packing import AdapterShape, PackedAdapter, pack_adapter
 from slora_jax.lora.peft import promised_ranks, read_adapter
@@ -51,7 +51,7 @@ from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_mod
 
 logger = logging.getLogger(__name__)
 
-_STAGING_BYTES = 256 << 20
+_STAGING_BYTES = 64 << 20  # at least, where nobody chose
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
 
@@ -74,11 +74,11 @@ class Engine:
         size: PoolSize = size_pool(model_config, config, self._layout, mesh)
         self.max_model_len = size.max_model_len
         self._pool = PagePool(size.num_pages)
-        budget = config.adapter_host_bytes
-        self._adapters = AdapterStore(self._pool, HostCache(default_budget() if budget is None else budget))
         self._runner = ModelRunner(
             model_config, config, mesh, self._layout, size.num_pages, size.max_model_len, params
         )
+        host_bytes = host_budget(config.adapter_host_bytes, self._runner.pinned_limit)
+        self._adapters = AdapterStore(self._pool, HostCache(host_bytes))
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
@@ -89,14 +89,12 @@ class Engine:
             page_tokens=config.page_tokens,
             lookahead=max(1, config.adapter_prefetch),
         )
-        self._loader = AdapterLoader(
-            self._adapters,
-            self._runner,
-            self.prepare_adapter,
-            staging_bytes=config.adapter_staging_bytes or _STAGING_BYTES,
-        )
         layout, itemsize = self._layout, jnp.dtype(config.dtype).itemsize
         self._page_bytes = layout.n_layers * layout.tp * layout.page_elems * itemsize
+        staging = config.adapter_staging_bytes or max(_STAGING_BYTES, size.num_pages * self._page_bytes // 64)
+        self._loader = AdapterLoader(
+            self._adapters, self._runner, self.prepare_adapter, staging_bytes=staging
+        )
         # Adapters given from memory may be registered under many names, and share one host copy.
         self._copies: weakref.WeakKeyDictionary[PackedAdapter, HostCopy] = weakref.WeakKeyDictionary()
         self._scheduler = Scheduler(limits, self._pool, self._adapters, self._loader)

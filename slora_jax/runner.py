@@ -117,6 +117,11 @@ class ModelRunner:
         """Whether an adapter is copied to the device before it is written (not on a CPU)."""
         return self._transfer.stages
 
+    @property
+    def pinned_limit(self) -> int | None:
+        """Bytes that host copies may take together, where they are in pinned memory."""
+        return self._transfer.pinned_limit
+
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         """An adapter's pages [n_layers, n, tp * page_elems] as `stage_adapters` takes them. Any thread."""
         return self._transfer.host_copy(pages)

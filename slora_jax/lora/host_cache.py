@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slora_jax.lora.transfer import HostCopy
+from slora_jax.lora.transfer import PINNED_LIMIT_VARIABLE, HostCopy
 
 if TYPE_CHECKING:
     from slora_jax.lora.store import Adapter
@@ -98,9 +98,20 @@ class HostCache:
         return adapter.state == "registered" and bool(adapter.users) and adapter.last_sought == self.turn
 
 
-def default_budget() -> int:
-    """Half of the memory that this process may use: the machine's, or its cgroup's."""
+def host_budget(wanted: int | None, pinned_limit: int | None) -> int:
+    """Bytes for a HostCache: `wanted`, else half of the machine's (or the cgroup's) memory, and three
+    quarters of what can be pinned at most, since adapters given from memory and other transfers need some.
+
+    Raises ValueError where more is wanted than can be pinned.
+    """
+    if wanted is not None and pinned_limit is not None and wanted > pinned_limit:
+        raise ValueError(
+            f"adapter_host_bytes {wanted} is above the {pinned_limit} bytes of host memory that XLA may pin: "
+            f"lower it, or set the environment variable {PINNED_LIMIT_VARIABLE} (in GiB) before the start"
+        )
+    if wanted is not None:
+        return wanted
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total // 2
+    return total // 2 if pinned_limit is None else min(total // 2, pinned_limit * 3 // 4)

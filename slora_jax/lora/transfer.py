@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 logger = logging.getLogger(__name__)
 
 LARGEST_PIECE = 64  # pages
+PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED = "pinned_host"
 
 
@@ -76,6 +78,16 @@ class AdapterTransfer:
             )
         self._writers: dict[int, Any] = {}  # pages of a piece -> compiled write
         self._compiling = threading.Lock()
+
+    @property
+    def pinned_limit(self) -> int | None:
+        """Bytes of pinned memory that XLA's allocator gives at most; None where copies are not pinned.
+
+        XLA's CUDA client reads this variable, and takes 64 GiB without it.
+        """
+        if self._pinned is None:
+            return None
+        return int(os.environ.get(PINNED_LIMIT_VARIABLE, "64")) << 30
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         """Pages dtype[n_layers, n, tp * page_elems] in the form they are copied from, and their writes

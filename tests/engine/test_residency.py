@@ -313,8 +313,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert set(self.ended) == set(self.expected), "a sequence never ended"
         for key, event in self.ended.items():
             if event.finish_reason == "error":
-                assert "could not be loaded" in str(event.error)
-                assert not self.got[key]
+                assert "could not be loaded" in str(event.error)  # after a preemption, even late
             elif event.finish_reason != "abort":
                 assert self.got[key] == self.expected[key]
         for name in self.paths:

@@ -7,6 +7,7 @@ Offline: requests submitted at once, input and output lengths uniform in [8, 512
 adapter i of n drawn with P(i) proportional to 1 / (i + 1) ("zipf") or uniformly; LoRA on q, k, v, o; at most
 256 sequences at a time; adapters registered in host memory and none resident at the start. Adapters of one
 rank share their host copy (2000 of them would not fit otherwise); each is copied into the pool on its own.
+Loads: adapters come in beside a full batch of decodes; step times alone and beside them are medians and p99.
 One warm-up run of 300 requests compiles what the timed run needs. Results are appended to
 benchmarks/results/engine.jsonl.
 """
@@ -190,6 +191,61 @@ def decode(args: argparse.Namespace) -> None:
             engine.unload_adapter(name)
 
 
+def loads(args: argparse.Namespace) -> None:
+    """Bytes/s of adapters that are prefetched beside a full batch of decodes, and what those steps then take.
+
+    Requests for adapters wait behind the full batch, so their adapters come in while it decodes.
+    """
+    engine = make_engine(
+        args.model,
+        max_batch=args.batch,
+        max_model_len=args.context + 2 * args.steps + 1000,
+        max_step_tokens=8192,
+        adapter_prefetch=args.adapters,
+    )
+    rng, vocab = np.random.default_rng(0), engine.model_config.vocab_size
+    names = register_adapters(engine, (args.rank,), args.adapters)
+    for _ in range(args.batch):
+        engine.add_request(
+            rng.integers(0, vocab, args.context).tolist(),
+            None,
+            SamplingParams(max_tokens=None, temperature=0, ignore_eos=True),
+        )
+    while engine.stats().num_waiting or any(s.remaining > 1 for s in engine._scheduler.running):
+        engine.step()
+
+    def step_seconds() -> float:
+        started = time.perf_counter()
+        engine.step()
+        return time.perf_counter() - started
+
+    alone = [step_seconds() for _ in range(args.steps)][10:]
+    host = engine._adapters.get(names[0])
+    assert host.host is not None
+    copied = []
+    for _ in range(5):  # the copy by itself
+        started = time.perf_counter()
+        for staged in engine._runner.stage_adapters([host.host] * 8, [list(range(host.num_pages))] * 8):
+            staged.wait()
+        copied.append(8 * host.host_bytes / (time.perf_counter() - started))
+    for name in names:
+        engine.add_request([1], name, SamplingParams(max_tokens=1))
+    started, beside = time.perf_counter(), []
+    while engine.stats().adapters_resident < len(names):
+        beside.append(step_seconds())
+    rate = len(names) * host.host_bytes / (time.perf_counter() - started)
+    case = {"model": args.model, "batch": args.batch, "rank": args.rank, "adapters": args.adapters}
+    extra = {
+        "copy_bytes_per_s": round(max(copied)),
+        "adapter_bytes": host.host_bytes,
+        "step_ms_alone": [round(float(np.percentile(alone, p)) * 1e3, 3) for p in (50, 99)],
+        "step_ms_beside_loads": [round(float(np.percentile(beside, p)) * 1e3, 3) for p in (50, 99)],
+        "steps": len(beside),
+    }
+    record("engine", "load_bandwidth", case, round(rate), "bytes/s", gpu=gpu_name(), **extra)
+    print(f"load_bandwidth {case}: {rate / 1e9:.2f} GB/s, {extra}", flush=True)
+
+
 def read_profile(folder: str) -> dict[str, Any]:
     """Share of the traced time that the GPU idles, and the shares of its busy time by kind of kernel."""
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
@@ -245,7 +301,14 @@ def main() -> None:
     step.add_argument("--ranks", type=int, nargs="+", default=[16])
     step.add_argument("--steps", type=int, default=60)
     step.set_defaults(run=decode)
-    for one in (command, step):
+    load = commands.add_parser("loads", help="bandwidth of loads beside decodes, and what they cost these")
+    load.add_argument("--batch", type=int, default=128)
+    load.add_argument("--context", type=int, default=400)
+    load.add_argument("--adapters", type=int, default=400)
+    load.add_argument("--rank", type=int, default=32)
+    load.add_argument("--steps", type=int, default=60)
+    load.set_defaults(run=loads)
+    for one in (command, step, load):
         one.add_argument("--model", choices=tuple(MODELS), default="llama-2-7b")
     args = parser.parse_args()
     args.run(args)

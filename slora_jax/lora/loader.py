@@ -93,6 +93,8 @@ class AdapterLoader:
         self._reading: dict[int, tuple[Adapter, concurrent.futures.Future[HostCopy]]] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
         self._guess: Adapter | None = None  # loaded though no request asks for it
+        # The scheduler's pass in which one found no room: those after it take none, or it might never get it.
+        self._host_full_in = self._staging_full_in = -1
         self._failed: dict[int, tuple[Adapter, str]] = {}
         self._hits = self._misses = self._bytes_staged = self._failures = self.loads = 0
         self._wait_seconds = 0.0
@@ -221,9 +223,10 @@ class AdapterLoader:
         """Read it, where a thread and room in host memory can be had; one alone may exceed the budget."""
         host, stamp = self._store.host, adapter.stamp
         assert stamp is not None
-        if len(self._reading) >= _READERS:
+        if len(self._reading) >= _READERS or self._host_full_in == host.turn:
             return
         if not host.make_room(adapter.host_bytes) and (host.held or host.promised):
+            self._host_full_in = host.turn
             return
         future = self._executor.submit(_read_again, self._read, adapter.name, stamp, adapter.shape)
         adapter.state = "reading"
@@ -259,7 +262,9 @@ class AdapterLoader:
 
     def _may_stage(self, nbytes: int) -> bool:
         under_way = sum(t.adapter.host_bytes for t in self._transfers)
-        return not under_way or under_way + nbytes <= self._staging_bytes
+        if under_way and under_way + nbytes > self._staging_bytes:
+            self._staging_full_in = self._store.host.turn
+        return self._staging_full_in != self._store.host.turn
 
     def _begin_transfer(self, adapter: Adapter, host: HostCopy) -> None:
         if not self._store.reserve(adapter):

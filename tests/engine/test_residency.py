@@ -555,6 +555,28 @@ def test_a_host_copy_that_was_dropped_is_read_again() -> None:
     assert (bench.disk.reads, loading.host_misses, loading.host_hits) == (6, 6, 0)
 
 
+@pytest.mark.parametrize("budget", ["adapter_host_bytes", "adapter_staging_bytes"])
+def test_small_adapters_do_not_keep_a_large_one_from_coming_in(budget: str) -> None:
+    looks = itertools.cycle([1, 2, 3])
+    bench = Bench(lambda: next(looks), num_pages=200, max_batch_size=2, max_step_tokens=16, **{budget: 90000})
+    bench.register("large", 1, rank=20)  # 86016 bytes; a small one has 28672
+    names = [f"a{i}" for i in range(2, 40)]
+    for i, name in enumerate(names, 2):
+        bench.register(name, i)
+    for name in names[:3]:
+        bench.engine.add_request([4], name, GREEDY)
+    bench.engine.step()
+    large = bench.engine.add_request([4], "large", GREEDY)
+    ended: list[str] = []
+    for name in itertools.cycle(names):
+        assert bench.engine.stats().steps < 100
+        bench.engine.add_request([4], name, GREEDY)
+        bench.executor.run()
+        ended += [e.request_id for e in bench.engine.step() if e.finish_reason]
+        if large in ended:
+            break
+
+
 def test_an_adapter_in_host_memory_is_not_read_again() -> None:
     bench = Bench(num_pages=30, max_batch_size=1, max_step_tokens=16, adapter_prefetch=0)
     for i in range(1, 4):

@@ -374,10 +374,9 @@ def soak(seed: int, operations: int) -> ResidencyMachine:
     return machine
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_busy_history_mixes_nothing_up_and_leaks_nothing(seed: int) -> None:
-    machine = soak(seed, 400)
-    machine.teardown()
+@pytest.mark.parametrize(("seed", "operations"), [*((seed, 400) for seed in range(6)), (147, 1500)])
+def test_a_busy_history_mixes_nothing_up_and_leaks_nothing(seed: int, operations: int) -> None:
+    soak(seed, operations).teardown()
 
 
 @pytest.mark.slow
@@ -555,26 +554,29 @@ def test_a_host_copy_that_was_dropped_is_read_again() -> None:
     assert (bench.disk.reads, loading.host_misses, loading.host_hits) == (6, 6, 0)
 
 
-@pytest.mark.parametrize("budget", ["adapter_host_bytes", "adapter_staging_bytes"])
-def test_small_adapters_do_not_keep_a_large_one_from_coming_in(budget: str) -> None:
-    looks = itertools.cycle([1, 2, 3])
-    bench = Bench(lambda: next(looks), num_pages=200, max_batch_size=2, max_step_tokens=16, **{budget: 90000})
+@pytest.mark.parametrize(
+    ("num_pages", "budget"), [(60, "adapter_host_bytes"), (400, "adapter_staging_bytes")]
+)
+def test_small_adapters_do_not_keep_a_large_one_from_coming_in(num_pages: int, budget: str) -> None:
+    bench = Bench(
+        lambda: 7, num_pages=num_pages, max_batch_size=4, max_step_tokens=64, **{budget: 3 * 28672 + 1}
+    )
     bench.register("large", 1, rank=20)  # 86016 bytes; a small one has 28672
-    names = [f"a{i}" for i in range(2, 40)]
+    names = [f"a{i}" for i in range(2, 60)]
     for i, name in enumerate(names, 2):
         bench.register(name, i)
-    for name in names[:3]:
-        bench.engine.add_request([4], name, GREEDY)
-    bench.engine.step()
+    small = itertools.cycle(names)
+    for _ in range(3):
+        bench.engine.add_request([4], next(small), SamplingParams(max_tokens=1))
+    bench.engine.step()  # their reads begin
     large = bench.engine.add_request([4], "large", GREEDY)
     ended: list[str] = []
-    for name in itertools.cycle(names):
-        assert bench.engine.stats().steps < 100
-        bench.engine.add_request([4], name, GREEDY)
-        bench.executor.run()
+    for _ in range(150):
+        for _ in range(2):
+            bench.engine.add_request([4], next(small), SamplingParams(max_tokens=1))
+            bench.executor.run()
         ended += [e.request_id for e in bench.engine.step() if e.finish_reason]
-        if large in ended:
-            break
+    assert large in ended
 
 
 def test_an_adapter_in_host_memory_is_not_read_again() -> None:

@@ -7,6 +7,7 @@ Offline: requests submitted at once, input and output lengths uniform in [8, 512
 adapter i of n drawn with P(i) proportional to 1 / (i + 1) ("zipf") or uniformly; LoRA on q, k, v, o; at most
 256 sequences at a time; adapters registered in host memory and none resident at the start. Adapters of one
 rank share their host copy (2000 of them would not fit otherwise); each is copied into the pool on its own.
+Loads: adapters come in beside a full batch of decodes; step times alone and beside them are medians and p99.
 One warm-up run of 300 requests compiles what the timed run needs. Results are appended to
 benchmarks/results/engine.jsonl.
 """
@@ -32,7 +33,8 @@ from jax import lax
 from benchmarks.record import record
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.batch import StepShape
-from slora_jax.engine import Engine, PreparedAdapter
+from slora_jax.engine import Engine
+from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
 from slora_jax.memory.layout import GROUPS
 from slora_jax.programs import GPU_OPTIONS
@@ -208,8 +210,13 @@ def start_decoding(engine: Engine, batch: int, context: int, names: Sequence[str
     for i in range(batch):
         prompt = rng.integers(0, engine.model_config.vocab_size, context).tolist()
         engine.add_request(prompt, names[i % len(names)] if names else None, sampling)
+    adapters = [engine._adapters.get(name) for name in names]
+    while not all(engine._loader.seek(a, room=True, waits=False) for a in adapters):
+        engine._loader.transfer()
+        engine._loader.wait(1.0)
+        engine._loader.settle()
     for sequence in list(scheduler.waiting):
-        assert scheduler._admit(sequence, lacking=0), "the pool is too small for this batch"
+        scheduler._start(sequence, time.monotonic())
         assert scheduler._ensure_pages(StepPlan([], []), sequence, context)
         sequence.num_computed = context - 1
 
@@ -279,9 +286,9 @@ def measure_decode(
         layout.n_layers
         * 2
         * sum(
-            a.packed.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m])
+            a.shape.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m])
             for a in engine._adapters.resident
-            if a.packed is not None and a.pins
+            if a.pins
             for m in MODULES
         )
     )
@@ -300,6 +307,61 @@ def measure_decode(
     }
     record("engine", "decode_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
     print(f"decode_step {case}: {milliseconds:.2f} ms (first steps {compiling:.0f} s), {extra}", flush=True)
+
+
+def loads(args: argparse.Namespace) -> None:
+    """Bytes/s of adapters that are prefetched beside a full batch of decodes, and what those steps then take.
+
+    Requests for adapters wait behind the full batch, so their adapters come in while it decodes.
+    """
+    engine = make_engine(
+        args.model,
+        max_batch=args.batch,
+        max_model_len=args.context + 2 * args.steps + 1000,
+        max_step_tokens=8192,
+        adapter_prefetch=args.adapters,
+    )
+    rng, vocab = np.random.default_rng(0), engine.model_config.vocab_size
+    names = register_adapters(engine, (args.rank,), args.adapters)
+    for _ in range(args.batch):
+        engine.add_request(
+            rng.integers(0, vocab, args.context).tolist(),
+            None,
+            SamplingParams(max_tokens=None, temperature=0, ignore_eos=True),
+        )
+    while engine.stats().num_waiting or any(s.remaining > 1 for s in engine._scheduler.running):
+        engine.step()
+
+    def step_seconds() -> float:
+        started = time.perf_counter()
+        engine.step()
+        return time.perf_counter() - started
+
+    alone = [step_seconds() for _ in range(args.steps)][10:]
+    host = engine._adapters.get(names[0])
+    assert host.host is not None
+    copied = []
+    for _ in range(5):  # the copy by itself
+        started = time.perf_counter()
+        for staged in engine._runner.stage_adapters([host.host] * 8, [list(range(host.num_pages))] * 8):
+            staged.wait()
+        copied.append(8 * host.host_bytes / (time.perf_counter() - started))
+    for name in names:
+        engine.add_request([1], name, SamplingParams(max_tokens=1))
+    started, beside = time.perf_counter(), []
+    while engine.stats().adapters_resident < len(names):
+        beside.append(step_seconds())
+    rate = len(names) * host.host_bytes / (time.perf_counter() - started)
+    case = {"model": args.model, "batch": args.batch, "rank": args.rank, "adapters": args.adapters}
+    extra = {
+        "copy_bytes_per_s": round(max(copied)),
+        "adapter_bytes": host.host_bytes,
+        "step_ms_alone": [round(float(np.percentile(alone, p)) * 1e3, 3) for p in (50, 99)],
+        "step_ms_beside_loads": [round(float(np.percentile(beside, p)) * 1e3, 3) for p in (50, 99)],
+        "steps": len(beside),
+    }
+    record("engine", "load_bandwidth", case, round(rate), "bytes/s", gpu=gpu_name(), **extra)
+    print(f"load_bandwidth {case}: {rate / 1e9:.2f} GB/s, {extra}", flush=True)
 
 
 def read_profile(folder: str, steps: int) -> dict[str, Any]:
@@ -378,7 +440,14 @@ def main() -> None:
     both.add_argument("--context", type=int, default=400)
     both.add_argument("--steps", type=int, default=20)
     both.set_defaults(run=mixed)
-    for one in (command, step, both):
+    load = commands.add_parser("loads", help="bandwidth of loads beside decodes, and what they cost these")
+    load.add_argument("--batch", type=int, default=128)
+    load.add_argument("--context", type=int, default=400)
+    load.add_argument("--adapters", type=int, default=400)
+    load.add_argument("--rank", type=int, default=32)
+    load.add_argument("--steps", type=int, default=60)
+    load.set_defaults(run=loads)
+    for one in (command, step, both, load):
         one.add_argument(
             "--xla", nargs="+", default=[], metavar="OPTION=VALUE", help="compile with these too"
         )

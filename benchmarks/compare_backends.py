@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks.bench_engine import gpu_name
 from benchmarks.record import record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
-from slora_jax.engine import Engine, PreparedAdapter
+from slora_jax.engine import Engine
+from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import pack_adapter
 from slora_jax.lora.peft import LoraAdapter, LoraWeights, module_features
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from slora_jax.outputs import AdapterInfo, EngineStats
+from slora_jax.outputs import EngineStats
 from slora_jax.server.async_engine import AsyncEngine
 
 _TTFT_BUCKETS = (
@@ -112,7 +112,6 @@ class _EngineCollector(Collector):
         yield from self._counters(stats)
         yield from _pool(stats)
         yield _lora_requests(stats, self._engine.config.max_batch_size)
-        yield _adapter_pages(self._engine.known_adapters)
         yield GaugeMetricFamily(
             "slora:engine_up", "1 while the engine serves", float(self._engine.death is None)
         )
@@ -134,6 +133,7 @@ class _EngineCollector(Collector):
             yield family
 
     def _counters(self, stats: EngineStats) -> Iterable[Metric]:
+        loading = stats.loading
         for name, text, value in (
             ("vllm:prompt_tokens", "Prompt tokens computed, recomputation included", stats.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated", stats.output_tokens),
@@ -144,6 +144,13 @@ class _EngineCollector(Collector):
             ("slora:prefix_lookups", "Sequences that looked for a cached prefix", stats.prefix_lookups),
             ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_query_tokens),
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", stats.prefix_hit_tokens),
+            ("slora:adapter_host_hits", "Loads that found a host copy", loading.host_hits),
+            ("slora:adapter_host_misses", "Loads that read a folder", loading.host_misses),
+            ("slora:adapter_prefetches_useful", "Loads ahead of need, then used", loading.prefetches_useful),
+            ("slora:adapter_prefetches_wasted", "Loads ahead of need, unused", loading.prefetches_wasted),
+            ("slora:adapter_staged_bytes", "Bytes copied towards the pool", loading.bytes_staged),
+            ("slora:adapter_wait_seconds", "Time that loads kept requests waiting", loading.wait_seconds),
+            ("slora:adapter_load_failures", "Loads that failed", loading.failures),
             ("slora:engine_steps", "Engine steps", stats.steps),
         ):
             family = CounterMetricFamily(name, text, labels=["model_name"])
@@ -162,9 +169,14 @@ def _pool(stats: EngineStats) -> Iterable[Metric]:
         pages.add_metric([kind], count)
     yield pages
     adapters = GaugeMetricFamily("slora:adapters", "Adapters by where they are", labels=["state"])
-    adapters.add_metric(["resident"], stats.adapters_resident)
     adapters.add_metric(["registered"], stats.adapters_registered)
+    adapters.add_metric(["reading"], stats.loading.reading)
+    adapters.add_metric(["staged"], stats.loading.staged)
+    adapters.add_metric(["resident"], stats.adapters_resident)
     yield adapters
+    yield GaugeMetricFamily(
+        "slora:adapter_host_bytes", "Host memory of adapters' copies", stats.loading.host_bytes
+    )
 
 
 def _lora_requests(stats: EngineStats, max_lora: int) -> Metric:
@@ -179,8 +191,3 @@ def _lora_requests(stats: EngineStats, max_lora: int) -> Metric:
     names = [",".join(sorted(names)) for names in (stats.running_adapters, stats.waiting_adapters)]
     family.add_metric([str(max_lora), *names], time.time())
     return family
-
-
-def _adapter_pages(adapters: Iterable[AdapterInfo]) -> Metric:
-    total = sum(info.host_bytes for info in adapters)
-    return GaugeMetricFamily("slora:adapter_host_bytes", "Host memory of registered adapters", total)

@@ -193,6 +193,23 @@ class EngineConfig:
         (), "adapter that stays in the pool once it is there; may be given again"
     )
     max_lora_rank: int = _option(256, "highest rank that an adapter may have")
+    lazy_adapters: bool = _option(
+        False,
+        "check adapters by their adapter_config.json alone at the start; read weights when needed",
+    )
+    adapter_host_bytes: int | None = _option(
+        None,
+        "host memory for adapters that can be read again; None: half of the machine's, on a GPU 48G at most",
+    )
+    adapter_staging_bytes: int | None = _option(
+        None, "device memory for adapters on their way into the pool; None: a 64th of the pool, at least 64M"
+    )
+    adapter_prefetch: int = _option(
+        16, "waiting sequences whose adapters are loaded ahead of their turn; 0 also stops guesses"
+    )
+    prefetch_watermark: float = _option(
+        0.2, "share of the pool that adapters loaded on a guess must leave free"
+    )
     tensor_parallel_size: int = _option(1, "devices that share the model")
     kernel_backend: KernelBackend = _option(
         "auto",
@@ -251,7 +268,13 @@ class EngineConfig:
         )
         for name in positive:
             _check(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_model_len", "prefill_chunk_tokens", "pool_bytes"):
+        for name in (
+            "max_model_len",
+            "prefill_chunk_tokens",
+            "pool_bytes",
+            "adapter_host_bytes",
+            "adapter_staging_bytes",
+        ):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
         _check(
@@ -277,6 +300,13 @@ class EngineConfig:
         _check(
             self.prefill_delay_steps >= 0,
             f"prefill_delay_steps must not be negative, got {self.prefill_delay_steps}",
+        )
+        _check(
+            self.adapter_prefetch >= 0, f"adapter_prefetch must not be negative, got {self.adapter_prefetch}"
+        )
+        _check(
+            0 <= self.prefetch_watermark <= 1,
+            f"prefetch_watermark must be in [0, 1], got {self.prefetch_watermark}",
         )
         _check(self.max_logprobs >= 0, f"max_logprobs must not be negative, got {self.max_logprobs}")
         _check(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}")

@@ -8,10 +8,11 @@ One thread owns an engine; only `prepare_adapter` and the tokenizer may be calle
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 
@@ -22,10 +23,15 @@ from slora_jax.checks import as_kind
 from slora_jax.compile_cache import enable_compile_cache
 from slora_jax.completion import OutputCollector, accept_token, end
 from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.errors import AdapterError
 from slora_jax.intake import Prompt, RequestIntake, RequestLimits
-from slora_jax.lora.packing import PackedAdapter, pack_adapter
-from slora_jax.lora.peft import read_adapter
+from slora_jax.lora.host_cache import HostCache, host_budget
+from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
+from slora_jax.lora.packing import AdapterShape, PackedAdapter, pack_adapter
+from slora_jax.lora.peft import promised_ranks, read_adapter
+from slora_jax.lora.peft_folder import FolderStamp, folder_stamp
 from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.lora.transfer import HostCopy
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -35,6 +41,7 @@ from slora_jax.models.rope import Rope
 from slora_jax.outputs import (
     AdapterInfo,
     EngineStats,
+    FinishReason,
     RequestOutput,
     StreamEvent,
 )
@@ -49,13 +56,8 @@ from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_mod
 
 logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class PreparedAdapter:
-    """An adapter that is read, validated and packed, ready to be registered without delay."""
-
-    path: str
-    packed: PackedAdapter
+_STAGING_BYTES = 64 << 20  # at least, where nobody chose
+_LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
 
 class Engine:
@@ -84,10 +86,11 @@ class Engine:
             enabled=config.enable_prefix_caching,
             max_prompt_tokens=Rope.from_config(model_config).length_independent_up_to,
         )
-        self._adapters = AdapterStore(self._reclaim, on_freed=self._prefixes.drop)
         self._runner = ModelRunner(
             model_config, config, mesh, self._layout, size.num_pages, size.max_model_len, params
         )
+        host_bytes = host_budget(config.adapter_host_bytes, self._runner.pinned_limit)
+        self._adapters = AdapterStore(self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop)
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
@@ -98,13 +101,26 @@ class Engine:
             max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
             page_tokens=config.page_tokens,
             prefill_delay_steps=config.prefill_delay_steps,
+            lookahead=max(1, config.adapter_prefetch),
         )
+        layout, itemsize = self._layout, jnp.dtype(config.dtype).itemsize
+        self._page_bytes = layout.n_layers * layout.tp * layout.page_elems * itemsize
+        staging = config.adapter_staging_bytes or max(_STAGING_BYTES, size.num_pages * self._page_bytes // 64)
+        self._loader = AdapterLoader(
+            self._adapters,
+            self._runner,
+            self.prepare_adapter,
+            staging_bytes=staging,
+            measured=functools.partial(self._reclaim.costs.measured, "adapter"),
+        )
+        # Adapters given from memory may be registered under many names, and share one host copy.
+        self._copies: weakref.WeakKeyDictionary[PackedAdapter, HostCopy] = weakref.WeakKeyDictionary()
         self._scheduler = Scheduler(
             limits,
             self._reclaim,
             self._adapters,
+            self._loader,
             self._prefixes,
-            self._write_adapter,
             WaitingQueue(config, time.monotonic),
         )
         eos = {*model_config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}
@@ -171,7 +187,7 @@ class Engine:
             model_name=resolved.name,
         )
         for done, (name, path) in enumerate((adapters or {}).items(), 1):
-            engine.load_adapter(name, path)
+            (engine.register_adapter if config.lazy_adapters else engine.load_adapter)(name, path)
             if progress is not None:
                 progress("loading adapters", done, len(adapters or {}))
         for name in config.pinned_adapters:
@@ -271,7 +287,7 @@ class Engine:
         for request, reason in self._scheduler.waiting.overdue():
             self._undelivered += self._abort(request, reason)
         try:
-            plan = self._scheduler.schedule()
+            plan = self._schedule()
             launched = self._runner.launch(plan) if plan else None
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
@@ -292,36 +308,46 @@ class Engine:
 
     def prepare_adapter(self, path: str | os.PathLike[str]) -> PreparedAdapter:
         """Read, validate and pack a PEFT folder: the slow half of `load_adapter`. Safe in any thread."""
+        stamp = folder_stamp(path)
         adapter = read_adapter(path, self.model_config, max_rank=self.config.max_lora_rank)
-        return PreparedAdapter(
-            os.fspath(path), pack_adapter(adapter, self._layout, jnp.dtype(self.config.dtype))
-        )
+        packed = pack_adapter(adapter, self._layout, jnp.dtype(self.config.dtype))
+        if folder_stamp(path) != stamp:
+            raise AdapterError(f"{stamp.folder}: its files changed while they were read; load it again")
+        return PreparedAdapter(os.fspath(path), packed, stamp, self._runner.host_copy(packed.pages))
 
     def load_adapter(
         self, name: str, path: str | os.PathLike[str] | PreparedAdapter, *, replace: bool = False
     ) -> AdapterInfo:
-        """Register an adapter under a name; it takes pages when a request first needs it.
+        """Read and check an adapter and register it under a name; it takes pages when a request needs it.
 
-        With `replace`, requests under way finish on the adapter they started with. Raises AdapterError with
-        the reason, AdapterExistsError, or ValueError for one that no pool of this size could hold.
+        With `replace`, requests under way finish on the adapter they started with. Its copy in host memory
+        may be dropped for others' (`adapter_host_bytes`) and is then read from the folder again, which must
+        not change meanwhile. Raises AdapterError with the reason, AdapterExistsError, or ValueError for one
+        that no pool of this size could hold.
         """
-        if not as_kind("an adapter's name", name, str) or name != name.strip():
-            raise ValueError(
-                f"an adapter's name must not be empty or begin or end with a space, got {name!r}"
-            )
+        _check_name(name)
         prepared = path if isinstance(path, PreparedAdapter) else self.prepare_adapter(path)
-        need = prepared.packed.layout.num_pages
-        if need >= self._pool.num_usable:
-            raise ValueError(
-                f"adapter '{name}' needs {need} pages, the pool has {self._pool.num_usable}: "
-                "raise num_pages or pool_bytes"
-            )
-        old = self._adapters.find(name) if replace else None
-        if old is not None and old.pinned:
-            self._check_pinned(self._adapters.pinned - {old}, need, f"adapter '{name}' is pinned")
-        return self._adapters.info(
-            self._adapters.register(name, prepared.path, prepared.packed, replace=replace)
-        )
+        self._check_size(name, prepared.packed.shape)
+        host = prepared.host
+        if host is None:
+            host = self._copies.get(prepared.packed) or self._runner.host_copy(prepared.packed.pages)
+            self._copies[prepared.packed] = host
+        return self._register(name, prepared.path, prepared.packed.shape, prepared.stamp, host, replace)
+
+    def register_adapter(
+        self, name: str, path: str | os.PathLike[str], *, replace: bool = False
+    ) -> AdapterInfo:
+        """Like `load_adapter`, but only the folder's adapter_config.json is read and checked now: cheap
+        enough for tens of thousands.
+
+        Its weights are read when a request first needs them. Where they are then refused, requests for it end
+        with an "error" that says why.
+        """
+        _check_name(name)
+        ranks = promised_ranks(path, self.model_config, max_rank=self.config.max_lora_rank)
+        shape = AdapterShape(self._layout.adapter(ranks), max(ranks.values()), tuple(ranks))
+        self._check_size(name, shape)
+        return self._register(name, os.fspath(path), shape, folder_stamp(path), None, replace)
 
     def pin_adapter(self, name: str) -> AdapterInfo:
         """Keep an adapter's pages in the pool from its next use on, until it is unpinned or unloaded.
@@ -364,7 +390,7 @@ class Engine:
             pages_free=self._pool.num_free,
             adapters_registered=len(self._adapters),
             adapters_resident=len(self._adapters.resident),
-            adapter_loads=self._adapters.loads,
+            adapter_loads=self._loader.loads,
             adapter_evictions=self._reclaim.evictions["adapter"],
             prefix_lookups=self._prefixes.lookups,
             prefix_query_tokens=self._prefixes.query_tokens,
@@ -381,6 +407,7 @@ class Engine:
             requests_failed=counts["failed"],
             last_step_seconds=self._last_step[0],
             last_step_tokens=self._last_step[1],
+            loading=self._loader.stats(),
         )
 
     def warmup(self, progress: Progress | None = None) -> None:
@@ -389,8 +416,7 @@ class Engine:
         Those with LoRA are compiled for the modules that the registered adapters target, for all modules
         where none is registered.
         """
-        packed = [a.packed for a in self._adapters if a.packed is not None]
-        targets = {m for p in packed for m in p.target_modules} or set(MODULES)
+        targets = {m for a in self._adapters for m in a.shape.target_modules} or set(MODULES)
         self._runner.warmup((i for i, group in enumerate(GROUPS) if targets & set(group)), progress)
 
     def reset_prefix_cache(self) -> None:
@@ -436,6 +462,58 @@ class Engine:
                 self._undelivered += self._collect(self._in_flight)
                 self._in_flight = None
 
+    def _schedule(self) -> StepPlan:
+        """The next step's plan. Where nothing can run before an adapter is loaded, wait for it, but not for
+        long: others may come meanwhile.
+        """
+        until = time.monotonic() + _LOAD_WAIT
+        while True:
+            self._loader.settle()
+            self._fail_loads()
+            plan = self._scheduler.schedule()
+            self._loader.transfer()
+            if not self._fail_loads() and self.config.adapter_prefetch:
+                floor = int(self.config.prefetch_watermark * self._pool.num_usable)
+                self._loader.prefetch(self._pool.num_free - floor)
+            left = until - time.monotonic()
+            idle = self._in_flight is None and not self._undelivered and self._requests
+            if plan or not idle or left <= 0 or not self._loader.wait(left):
+                return plan
+
+    def _fail_loads(self) -> bool:
+        """End the requests whose adapters could not be loaded; the next ones try again."""
+        failures = self._loader.take_failures()
+        for adapter, reason in failures:
+            for request in [r for r in self._requests.values() if r.adapter is adapter]:
+                self._undelivered += self._end(request, "error", reason)
+        return bool(failures)
+
+    def _register(
+        self,
+        name: str,
+        path: str,
+        shape: AdapterShape,
+        stamp: FolderStamp | None,
+        host: HostCopy | None,
+        replace: bool,
+    ) -> AdapterInfo:
+        old = self._adapters.find(name) if replace else None
+        if old is not None and old.pinned:
+            rest = self._adapters.pinned - {old}
+            self._check_pinned(rest, shape.layout.num_pages, f"adapter '{name}' is pinned")
+        nbytes = shape.layout.num_pages * self._page_bytes
+        return self._adapters.info(
+            self._adapters.register(name, path, shape, nbytes, stamp, host, replace=replace)
+        )
+
+    def _check_size(self, name: str, shape: AdapterShape) -> None:
+        need = shape.layout.num_pages
+        if need >= self._pool.num_usable:
+            raise ValueError(
+                f"adapter '{name}' needs {need} pages, the pool has {self._pool.num_usable}: "
+                "raise num_pages or pool_bytes"
+            )
+
     def _enqueue(self, request: Request) -> None:
         if request.request_id in self._requests:
             raise ValueError(
@@ -478,10 +556,14 @@ class Engine:
 
     def _abort(self, request: Request, reason: str | None = None) -> list[StreamEvent]:
         """End what is left of a request; `reason` is the `error` of the last events."""
+        return self._end(request, "abort", reason)
+
+    def _end(self, request: Request, finish_reason: FinishReason, error: str | None) -> list[StreamEvent]:
+        """End what is left of a request."""
         events = []
         for sequence in request.sequences:
             if sequence.finish_reason is None:
-                events.append(end(sequence, "abort", error=reason))
+                events.append(end(sequence, finish_reason, error=error))
                 self._release(sequence)
         return events
 
@@ -497,12 +579,6 @@ class Engine:
         reasons = {s.finish_reason for s in request.sequences}
         outcome = "failed" if "error" in reasons else "aborted" if "abort" in reasons else "finished"
         self._counters[outcome] += 1
-
-    def _write_adapter(self, adapter: Adapter) -> None:
-        assert adapter.packed is not None and adapter.pages is not None
-        started = time.perf_counter()
-        self._runner.write_adapter(adapter.packed.pages, adapter.pages)
-        self._reclaim.costs.measured("adapter", len(adapter.pages), time.perf_counter() - started)
 
     def _check_pinned(self, pinned: Set[Adapter], new: int, what: str) -> None:
         """Raise ValueError where a request under way would not fit beside these, and `new` pages, pinned."""
@@ -528,6 +604,11 @@ class Engine:
             max(0, min(c.start + c.count, c.sequence.prompt_len) - c.start) for c in plan
         )
         self._last_step = (seconds, plan.num_tokens)
+
+
+def _check_name(name: str) -> None:
+    if not as_kind("an adapter's name", name, str) or name != name.strip():
+        raise ValueError(f"an adapter's name must not be empty or begin or end with a space, got {name!r}")
 
 
 def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:

@@ -6,7 +6,7 @@ class CheckpointError(ValueError):
 
 
 class AdapterError(ValueError):
-    """An adapter folder that is refused: file, key or field, and why. Nothing of it was registered."""
+    """An adapter folder that is refused: file, key or field, and why."""
 
 
 class AdapterExistsError(ValueError):

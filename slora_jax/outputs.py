@@ -113,18 +113,36 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterInfo:
-    """A registered adapter. `state` is "registered" (host memory only), "resident" or "draining"."""
+    """A registered adapter. `state` is "registered" (a path, perhaps a host copy), "reading" (into host
+    memory), "staged" (on its way into the pool), "resident" or "draining".
+    """
 
     name: str
     path: str
     generation: int
-    state: Literal["registered", "resident", "draining"]
+    state: Literal["registered", "reading", "staged", "resident", "draining"]
     rank: int  # largest over modules
     target_modules: tuple[str, ...]
     pages: int  # pages it takes (or would take) in the pool
-    host_bytes: int
+    host_bytes: int  # of its host copy; 0 while there is none
     running: int  # requests that hold a reference
     pinned: bool = False  # stays resident, once it is
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadStats:
+    """What bringing adapters into the pool has cost. Counters only grow; the others are of now."""
+
+    reading: int = 0  # adapters that are read into host memory
+    staged: int = 0  # adapters that have pages and are copied to the device
+    host_bytes: int = 0  # of host copies
+    host_hits: int = 0  # counter: loads that found a host copy
+    host_misses: int = 0  # counter: loads that had to read a folder
+    prefetches_useful: int = 0  # counter: loads ahead of need, used before they gave way
+    prefetches_wasted: int = 0  # counter: loads ahead of need that gave way unused
+    bytes_staged: int = 0  # counter: bytes copied towards the pool
+    wait_seconds: float = 0.0  # counter, over loads: from when a request waits for nothing else
+    failures: int = 0  # counter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,3 +175,4 @@ class EngineStats:
     requests_failed: int  # counter
     last_step_seconds: float
     last_step_tokens: int
+    loading: LoadStats = LoadStats()

@@ -12,7 +12,8 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from slora_jax.batch import BatchBuilder, ShapeBuckets, StepShape
 from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.lora.transfer import AdapterTransfer, HostCopy, StagedCopy
 from slora_jax.memory.layout import PageLayout
 from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
 from slora_jax.models.params import checkpoint_specs
@@ -36,7 +38,6 @@ from slora_jax.weights import Progress
 
 logger = logging.getLogger(__name__)
 
-LOAD_PAGES = 8  # pages of an adapter in one write
 COUNT_TOKENS = 1024  # cached tokens that are entered into a slot's counts at once
 _BUCKET_RATIO = 4
 
@@ -109,7 +110,7 @@ class ModelRunner:
         )
         self._batches = BatchBuilder(layout, self.backend, self.buckets)
         self._programs: dict[StepShape, Program] = {}
-        self._write_pages = _page_writer(mesh)
+        self._transfer = AdapterTransfer(mesh, self._pool, POOL_SPEC)
         self._count_tokens = jax.jit(
             update_token_counts, donate_argnums=0, out_shardings=NamedSharding(mesh, REPEATED)
         )
@@ -130,16 +131,27 @@ class ModelRunner:
         logprobs = any(chunk.sequence.request.params.logprobs is not None for _, chunk in rows)
         return InFlight(rows, output, logprobs)
 
-    def write_adapter(self, pages: np.ndarray, ids: list[int]) -> None:
-        """Copy an adapter's pages [n_layers, n, tp * page_elems] to `ids`, after the steps launched."""
-        sharding = NamedSharding(self._mesh, POOL_SPEC)
-        for start in range(0, len(ids), LOAD_PAGES):
-            piece = pages[:, start : start + LOAD_PAGES]
-            index = np.full(LOAD_PAGES, self._pool.shape[1], np.int32)  # beyond the pool: dropped
-            index[: piece.shape[1]] = ids[start : start + LOAD_PAGES]
-            padding = ((0, 0), (0, LOAD_PAGES - piece.shape[1]), (0, 0))
-            block = jax.device_put(np.pad(piece, padding), sharding)
-            self._pool = self._write_pages(self._pool, jax.device_put(index, self._sharding()), block)
+    @property
+    def stages_adapters(self) -> bool:
+        """Whether an adapter is copied to the device before it is written (not on a CPU)."""
+        return self._transfer.stages
+
+    @property
+    def pinned_limit(self) -> int | None:
+        """Bytes that host copies may take together, where they are in pinned memory."""
+        return self._transfer.pinned_limit
+
+    def host_copy(self, pages: np.ndarray) -> HostCopy:
+        """An adapter's pages [n_layers, n, tp * page_elems] as `stage_adapters` takes them. Any thread."""
+        return self._transfer.host_copy(pages)
+
+    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
+        """Begin to copy adapters to the device, for these pages each; returns at once."""
+        return self._transfer.stage(copies, pages)
+
+    def write_adapter(self, staged: StagedCopy) -> None:
+        """Enqueue the write of a staged adapter into the pool, after the steps launched."""
+        self._pool = self._transfer.write(self._pool, staged)
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
         """Begin a slot's token counts with the tokens of a cached prefix, which no step computes for it."""
@@ -240,12 +252,3 @@ def _initial_state(
     last_tokens = jnp.zeros((slots,), jnp.int32, device=repeated)
     token_counts = jnp.zeros((slots, model_config.vocab_size), jnp.int32, device=repeated)
     return pool, SlotState(last_tokens, token_counts)
-
-
-def _page_writer(mesh: Mesh) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    def write(pool: jax.Array, ids: jax.Array, block: jax.Array) -> jax.Array:
-        return pool.at[:, ids].set(block, mode="drop")
-
-    specs = (POOL_SPEC, REPEATED, POOL_SPEC)
-    mapped = jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=POOL_SPEC, check_vma=False)
-    return jax.jit(mapped, donate_argnums=0)

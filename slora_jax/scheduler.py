@@ -2,11 +2,12 @@
 
 A sequence begins behind the longest cached prefix of its tokens. A step takes every running sequence's
 decode, then prefill chunks of running sequences, then admits waiting ones in the order that the policy says
-(`waiting.py`), within `max_step_tokens`. When pages run out, idle adapters and cached prefixes give way first
-(`memory/reclaim.py`), then the sequence that was admitted last is preempted: it gives its pages back, and
-recomputes before anybody new is admitted. The one admitted first can always take what it needs (admission
-checks that one request fits the pool), so something always moves; and as admissions stop while the next one
-in order does not fit, everybody's turn comes. Costs O(running) a step, whatever waits or is registered.
+(`waiting.py`), but for those whose adapters are still being loaded, within `max_step_tokens`. When pages run
+out, idle adapters and cached prefixes give way first (`memory/reclaim.py`), then adapters on their way, then
+the sequence that was admitted last is preempted: it gives its pages back, and recomputes before anybody new
+is admitted. The one admitted first can always take what it needs (admission checks that one request fits the
+pool), so something always moves; and as admissions stop while the next one in order does not fit, everybody's
+turn comes. Costs O(running) a step, whatever waits or is registered.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.lora.loader import AdapterLoader
+from slora_jax.lora.store import AdapterStore
 from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.request import Sequence
@@ -67,10 +69,11 @@ class SchedulerLimits:
     max_prefill_seqs: int
     page_tokens: int
     prefill_delay_steps: int
+    lookahead: int  # waiting sequences whose adapters are loaded before their turn
 
 
 class Scheduler:
-    """Owns the queue, the slots and sequences' pages. `load(adapter)` must write a newly resident adapter.
+    """Owns the queue, the slots and sequences' pages.
 
     `clock` gives the seconds that `RequestMetrics` are in.
     """
@@ -80,15 +83,14 @@ class Scheduler:
         limits: SchedulerLimits,
         reclaim: Reclaimer,
         adapters: AdapterStore,
+        loader: AdapterLoader,
         prefixes: PrefixCache,
-        load: Callable[[Adapter], None],
         waiting: WaitingQueue,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._pool, self._reclaim = reclaim.pool, reclaim
-        self._adapters, self._prefixes = adapters, prefixes
-        self._load = load
+        self._adapters, self._loader, self._prefixes = adapters, loader, prefixes
         self.waiting = waiting
         self._clock = clock
         self.running: dict[Sequence, None] = {}  # an ordered set, first admitted first
@@ -110,11 +112,11 @@ class Scheduler:
         for sequence in self._take_decodes(plan):  # those first: a long prompt never stalls them
             if sequence.slot is not None:
                 self._take(plan, sequence)
-        if self._delays_prompts(plan):
-            self._delayed += 1
-        else:
-            self._delayed = 0
-            self._admit_waiting(plan)
+        self._adapters.touch_anew()
+        if self.waiting:
+            delayed = self._delays_prompts(plan)
+            self._delayed = self._delayed + 1 if delayed else 0
+            self._admit_waiting(plan, delayed)
         return self._commit(plan)
 
     def finish(self, sequence: Sequence) -> None:
@@ -143,16 +145,8 @@ class Scheduler:
         pins = collections.Counter(id(s.adapter) for s in self.running if s.adapter is not None)
         for adapter in self._adapters:
             assert adapter.pins == pins[id(adapter)], f"adapter '{adapter.name}' has {adapter.pins} pins"
-            assert not adapter.pins or adapter.pages is not None, (
-                f"adapter '{adapter.name}' runs without pages"
-            )
-            idle = adapter.pages is not None and not adapter.pins and not adapter.pinned
-            assert self._adapters.is_idle(adapter) == idle, f"adapter '{adapter.name}' is misplaced"
-        assert self._adapters.idle_pages == sum(
-            a.num_pages for a in self._adapters if self._adapters.is_idle(a)
-        ), f"{self._adapters.idle_pages} pages of idle adapters"
-        pinned = sum(a.num_pages for a in self._adapters if a.pinned)
-        assert self._adapters.pinned_pages() == pinned, "pinned pages"
+        self._adapters.check_integrity()
+        self._loader.check_integrity()
         for s in self.running:
             assert len(s.pages) >= self.pages_for(s.num_computed), f"{s.request.request_id} lacks pages"
         self.waiting.check_integrity(self.running)
@@ -217,7 +211,7 @@ class Scheduler:
     def _ensure_pages(self, plan: StepPlan, sequence: Sequence, tokens: int) -> bool:
         """Grow a running sequence to `tokens`; preempts younger sequences, at last itself (then False)."""
         need = self.pages_for(tokens) - len(sequence.pages)
-        while need > 0 and not self._reclaim.make_room(need):
+        while need > 0 and not self._adapters.make_room(need):
             victim = next(reversed(self.running))
             self._preempt(plan, victim)
             if victim is sequence:
@@ -246,64 +240,80 @@ class Scheduler:
         if sequence.adapter is not None:
             self._adapters.unpin(sequence.adapter)
 
-    def _admit_waiting(self, plan: StepPlan) -> None:
-        """Admit who is next while budget, slots and pages allow."""
-        if not self._slots or not self.waiting:
-            return
-        now = self._clock()
+    def _admit_waiting(self, plan: StepPlan, delayed: bool) -> None:
+        """Let waiting sequences in, in their order, as budget, slots and pages allow; none where `delayed`.
+
+        One whose adapter is not resident yet is passed over while it is loaded, but those behind it are let
+        in only beside the room that it will need: nobody is overtaken for good. One that lacks room stops all
+        behind it. The first `lookahead` have their adapters loaded even where they cannot run yet.
+        """
+        limits = self._limits
         lacking = sum(map(self._lacking, self.running))
+        ahead = 0  # pages that those passed over will need
+        counted: set[int] = set()  # generations whose pages are in `ahead`
+        blocked = False
+        now = self._clock()
         with contextlib.closing(self.waiting.candidates()) as candidates:
-            for sequence in candidates:
-                if not self._has_budget(plan) or not self._admit(sequence, lacking):
-                    return
-                metrics = sequence.request.metrics
-                if metrics.first_scheduled_time is None:
-                    metrics.first_scheduled_time = now
-                self._take(plan, sequence)
-                lacking += self._lacking(sequence)
+            window = itertools.islice(candidates, limits.max_batch_size + limits.lookahead)
+            for index, sequence in enumerate(window):
+                can_run = bool(self._slots) and self._has_budget(plan) and not (blocked or delayed)
+                if sequence.pending or (not can_run and index >= limits.lookahead):
+                    break
+                adapter = sequence.adapter
+                known = adapter is None or adapter.generation in counted
+                alone = not self.running and not ahead  # intake saw to it that it fits
+                blocked |= not (alone or self._fits(sequence, lacking + ahead, known))
+                can_run = can_run and not blocked
+                absent = adapter is not None and not adapter.resident
+                ready = adapter is None or self._loader.seek(adapter, room=not blocked, waits=can_run)
+                if absent and ready:  # at once; the room for it may have been its own prefix
+                    can_run = can_run and (alone or self._fits(sequence, lacking + ahead, known))
+                if ready and can_run:
+                    self._start(sequence, now)
+                    self._take(plan, sequence)
+                    lacking += self._lacking(sequence)
+                    continue
+                ahead += self.pages_for(sequence.num_tokens)
+                if adapter is not None and not known:
+                    counted.add(adapter.generation)
+                    self._adapters.touch(adapter)
+                    ahead += adapter.num_pages if adapter.pages is None else 0
+
+    def _fits(self, sequence: Sequence, beside: int, known: bool) -> bool:
+        """Whether a waiting sequence could be let in, `beside` pages that others need; `known`: its adapter's
+        are among these.
+
+        All of its prompt, beside what running ones lack of theirs and a page for their next tokens: who is
+        let in for less is preempted before it samples, and computes its prompt in vain.
+        """
+        adapter, prefix = sequence.adapter, self._prefixes.match(sequence)
+        need = beside + self.pages_for(sequence.num_tokens) - len(prefix)
+        keep = sum(not node.users for node in prefix)
+        if adapter is not None and not known:
+            if adapter.pages is None:
+                need += adapter.num_pages
+            elif self._adapters.is_idle(adapter):
+                keep += adapter.num_pages
+        return self._reclaim.can_make_room(need, keep)
 
     def _lacking(self, sequence: Sequence) -> int:
         """Pages that a running sequence lacks of its prompt, and one for its next tokens."""
         return max(1, self.pages_for(sequence.num_tokens) - len(sequence.pages))
 
-    def _admit(self, sequence: Sequence, lacking: int) -> bool:
-        """Move the head of the queue to the running ones, with its adapter resident, if all of it fits now
-        beside the `lacking` pages of running ones.
-
-        A preempted sequence waits until the tokens it had sampled have come back from the device.
-        """
-        if not self._slots or sequence.pending:
-            return False
-        adapter = sequence.adapter
-        absent = adapter if adapter is not None and adapter.pages is None else None
-        # All of its prompt, beside what running ones lack of theirs and a page for their next tokens: a
-        # sequence that is let in for less is preempted before it samples, and computes its prompt in vain.
-        prefix = self._prefixes.match(sequence)
-        need = self.pages_for(sequence.num_tokens) - len(prefix) + lacking
-        need += absent.num_pages if absent is not None else 0
-        keep = sum(not node.users for node in prefix)
-        if adapter is not None and self._adapters.is_idle(adapter):
-            keep += adapter.num_pages
-        if self.running and not self._reclaim.can_make_room(need, keep):
-            return False
+    def _start(self, sequence: Sequence, now: float) -> None:
+        """From the queue to the running ones, behind the longest cached prefix; its adapter is resident."""
         self._reclaim.admitted()
-        self._prefixes.take(sequence, prefix)
-        if absent is not None:
-            try:
-                self._adapters.make_resident(absent, self._load)
-            except BaseException:
-                self._prefixes.release(sequence)
-                sequence.num_computed = 0
-                raise
-        if adapter is not None:
-            self._adapters.pin(adapter)
-        metrics = sequence.request.metrics
-        if metrics.num_cached_tokens is None:
-            metrics.num_cached_tokens = sequence.num_cached
+        self._prefixes.take(sequence, self._prefixes.match(sequence))
+        if sequence.adapter is not None:
+            self._adapters.pin(sequence.adapter)
         self.waiting.admitted(sequence)
         sequence.slot = self._slots.pop()
         self.running[sequence] = None
-        return True
+        metrics = sequence.request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = now
+        if metrics.num_cached_tokens is None:
+            metrics.num_cached_tokens = sequence.num_cached
 
     def _commit(self, plan: StepPlan) -> StepPlan:
         for chunks in (plan.decodes, plan.prefills):

@@ -107,8 +107,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PATH", help="LoRA adapters: the name that prompts choose them by, a PEFT folder",
     )  # fmt: skip
     parser.add_argument(
+        "--adapters-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder whose sub-folders are adapters of their names; --lazy-adapters suits many",
+    )
+    parser.add_argument(
         "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
     )
+
+
+def model_adapters(args: argparse.Namespace) -> dict[str, str]:
+    """The adapters that `add_model_arguments` names; raises ValueError or OSError where they are wrong."""
+    from slora_jax.lora.peft_folder import find_adapters
+
+    found = find_adapters(args.adapters_dir) if args.adapters_dir else {}
+    return unique_adapters([*(args.adapters or ()), *((name, str(path)) for name, path in found.items())])
 
 
 class _PromptFor(argparse.Action):
@@ -197,7 +211,7 @@ def _questions(args: argparse.Namespace) -> tuple[list[Question], dict[str, str]
     questions: list[Question] = args.questions or []
     if not questions:
         raise ValueError("give at least one --prompt, --prompt-for or --prompts")
-    adapters = unique_adapters(args.adapters)
+    adapters = model_adapters(args)
     for question in questions:
         if question.adapter_id not in (None, *adapters):
             name = question.adapter_id

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import slora_jax
-from slora_jax.cli import convert, demo, generate, serve
+from slora_jax.cli import adapters, convert, demo, generate, serve
 from slora_jax.cli.errors import InputError
 
 
@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error arose, for bug reports")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, generate, serve, convert):
+    for command in (demo, generate, serve, adapters, convert):
         command.add_parser(commands, common)
     return parser
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slora_jax.cli.errors import reading_input
-from slora_jax.cli.flags import add_flags, from_flags, unique_adapters
-from slora_jax.cli.generate import add_model_arguments
+from slora_jax.cli.flags import add_flags, from_flags
+from slora_jax.cli.generate import add_model_arguments, model_adapters
 from slora_jax.cli.screen import LoadProgress
 from slora_jax.config import EngineConfig
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     args.admin_api_key = args.admin_api_key or os.environ.get("SLORA_ADMIN_API_KEY")
     with reading_input():
         server_config, engine_config = from_flags(ServerConfig, args), from_flags(EngineConfig, args)
-        adapters = unique_adapters(args.adapters)
+        adapters = model_adapters(args)
     logging.getLogger("slora_jax").setLevel(args.log_level.upper())
 
     def load_engine() -> Engine:

@@ -21,6 +21,15 @@ from slora_jax.memory.layout import RANK_BLOCK, ROW_PARALLEL, AdapterLayout, Pag
 _KV_MODULES = frozenset({"k_proj", "v_proj"})
 
 
+@dataclasses.dataclass(frozen=True)
+class AdapterShape:
+    """What an adapter targets and the room it takes: known from its config, before its weights are read."""
+
+    layout: AdapterLayout
+    rank: int  # the largest true rank
+    target_modules: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedAdapter:
     """An adapter as pages of the pool, in its dtype, zero where unused.
@@ -38,6 +47,10 @@ class PackedAdapter:
     def nbytes(self) -> int:
         """Bytes of the pages, over all shards."""
         return self.pages.nbytes
+
+    @property
+    def shape(self) -> AdapterShape:
+        return AdapterShape(self.layout, self.rank, self.target_modules)
 
 
 def pack_adapter(adapter: LoraAdapter, layout: PageLayout, dtype: npt.DTypeLike) -> PackedAdapter:

@@ -6,6 +6,7 @@ Safetensors only: a pickle can run code when it is opened, so it never is. Only 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -21,13 +22,12 @@ from slora_jax.config import ModelConfig
 from slora_jax.errors import AdapterError
 from slora_jax.lora.numerics import all_finite
 from slora_jax.lora.peft_config import CONFIG_FILE, PeftLoraConfig, read_config
+from slora_jax.lora.peft_folder import adapter_folder, config_file, weights_file
 from slora_jax.memory.layout import MODULES, ROW_PARALLEL
 from slora_jax.models.params import checkpoint_specs
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 256
 
-_PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _BLOCKS = {module: "mlp" if module in _MLP else "self_attn" for module in MODULES}
 _KEY = re.compile(
@@ -78,39 +78,107 @@ def read_adapter(
     agree with them. Raises FileNotFoundError where nothing lies at `path`, and AdapterError naming the file,
     key or field and the fix for everything that is refused: all is checked before anything is returned.
     """
-    folder = _folder(path)
-    weights_file = _weights_file(folder)
-    lora = read_config(_existing(folder, CONFIG_FILE, "save it with save_pretrained"), config.model_type)
+    folder = adapter_folder(path)
+    file_path = weights_file(folder)
+    lora = read_config(config_file(folder), config.model_type)
     features = module_features(config)
     try:
         # pread: with a memory map, a file that is overwritten while it is read would kill the process
-        with safe_open(weights_file, framework="np", backend="pread") as file:
-            pairs = _pair_up(weights_file, _headers(file), config)
-            _check_against_config(weights_file, pairs, lora, config)
+        with safe_open(file_path, framework="np", backend="pread") as file:
+            pairs = _pair_up(file_path, _headers(file), config)
+            _check_against_config(file_path, pairs, lora, config)
             for (layer, module), (a, b) in pairs.items():
-                _check_shape(weights_file, a, (None, features[module][0]), lora)
-                _check_shape(weights_file, b, (features[module][1], None), lora)
-                _check_dtype_and_rank(weights_file, a, b, _module_path(layer, module), lora, max_rank)
+                _check_shape(file_path, a, (None, features[module][0]), lora)
+                _check_shape(file_path, b, (features[module][1], None), lora)
+                _check_dtype_and_rank(file_path, a, b, _module_path(layer, module), lora, max_rank)
             weights = {
                 (layer, module): LoraWeights(
-                    _finite(weights_file, a, file.get_tensor(a.key)),
-                    _finite(weights_file, b, file.get_tensor(b.key)),
+                    _finite(file_path, a, file.get_tensor(a.key)),
+                    _finite(file_path, b, file.get_tensor(b.key)),
                     lora.scaling(_module_path(layer, module)),
                 )
                 for (layer, module), (a, b) in sorted(pairs.items())
             }
     except SafetensorError as error:
         raise AdapterError(
-            f"{weights_file}: corrupt or cut short: {error}; copy or save the file again"
+            f"{file_path}: corrupt or cut short: {error}; copy or save the file again"
         ) from error
     except OSError as error:
-        raise AdapterError(f"{weights_file}: cannot be read: {error}") from error
+        raise AdapterError(f"{file_path}: cannot be read: {error}") from error
     ranks = {
         module: max(w.a.shape[0] for (_, m), w in weights.items() if m == module)
         for module in MODULES
         if any(m == module for _, m in weights)
     }
     return LoraAdapter(folder, max(ranks.values()), tuple(ranks), ranks, weights, lora.base_model)
+
+
+def promised_ranks(
+    path: str | os.PathLike[str], config: ModelConfig, *, max_rank: int = MAX_RANK
+) -> dict[str, int]:
+    """Each module's largest rank by the folder's config alone; `read_adapter` refuses weights of others.
+
+    Opens no weights, so it is cheap and says nothing of them. Raises like `read_adapter` for what the config
+    shows, and where a file is missing.
+    """
+    folder = adapter_folder(path)
+    weights_file(folder)
+    lora = read_config(config_file(folder), config.model_type)
+    _check_targets(lora)
+    targeted = _targeted_ranks(
+        lora.target_modules,
+        lora.exclude_modules,
+        lora.layers_to_transform,
+        lora.layers_pattern,
+        lora.r,
+        tuple(lora.rank_pattern.items()),
+        config.num_hidden_layers,
+    )
+    for rank, field in targeted.values():
+        if rank > min(max_rank, MAX_RANK):
+            raise AdapterError(
+                f"{lora.path}: field '{field}': rank {rank} is above max_lora_rank "
+                f"{min(max_rank, MAX_RANK)}; raise it in EngineConfig (at most {MAX_RANK})"
+            )
+    if not targeted:
+        raise AdapterError(
+            f"{lora.path}: field 'target_modules' matches no module of the base model ({_base(lora)}); "
+            "expected some of " + ", ".join(MODULES)
+        )
+    return {module: rank for module, (rank, _) in targeted.items()}
+
+
+@functools.lru_cache(256)  # adapters of one family differ in their weights only, and there may be thousands
+def _targeted_ranks(
+    target_modules: tuple[str, ...] | str,
+    exclude_modules: tuple[str, ...] | str,
+    layers_to_transform: tuple[int, ...] | None,
+    layers_pattern: tuple[str, ...] | None,
+    r: int,
+    rank_pattern: tuple[tuple[str, int], ...],
+    num_layers: int,
+) -> dict[str, tuple[int, str]]:
+    """Each targeted module's largest rank over the layers, and the field that says so."""
+    lora = PeftLoraConfig(
+        path=Path(CONFIG_FILE),
+        base_model=None,
+        r=r,
+        lora_alpha=1,
+        use_rslora=False,
+        rank_pattern=dict(rank_pattern),
+        alpha_pattern={},
+        target_modules=target_modules,
+        exclude_modules=exclude_modules,
+        layers_to_transform=layers_to_transform,
+        layers_pattern=layers_pattern,
+    )
+    ranks: dict[str, tuple[int, str]] = {}
+    for module in MODULES:
+        places = (_module_path(layer, module) for layer in range(num_layers))
+        found = [lora.rank(place) for place in places if lora.refused_by(place) is None]
+        if found:
+            ranks[module] = max(found)
+    return ranks
 
 
 def module_features(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -123,42 +191,6 @@ def module_features(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def _headers(file: Any) -> list[_Header]:
     slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
     return [_Header(key, part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()]
-
-
-def _folder(path: str | os.PathLike[str]) -> Path:
-    folder = Path(path)
-    if not folder.exists():
-        raise FileNotFoundError(
-            f"no adapter at '{folder}': give a local folder with {CONFIG_FILE} and {WEIGHTS_FILE} "
-            "(nothing is downloaded)"
-        )
-    if not folder.is_dir():
-        raise AdapterError(
-            f"{folder}: not a folder; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"
-        )
-    return folder
-
-
-def _existing(folder: Path, name: str, fix: str) -> Path:
-    file = folder / name
-    if not file.exists():
-        raise AdapterError(f"{folder}: {name} is missing; {fix}")
-    if not file.is_file():
-        raise AdapterError(f"{file}: not a regular file; {fix}")
-    return file
-
-
-def _weights_file(folder: Path) -> Path:
-    pickled = next((name for name in _PICKLED_FILES if (folder / name).exists()), None)
-    if pickled is not None and not (folder / WEIGHTS_FILE).exists():
-        raise AdapterError(
-            f"{folder / pickled}: pickled weights are never loaded, since opening them can run code; if you "
-            "trust the file, convert it: "
-            f"safetensors.torch.save_file(torch.load('{pickled}', weights_only=True), '{WEIGHTS_FILE}')"
-        )
-    return _existing(
-        folder, WEIGHTS_FILE, "save the adapter with save_pretrained(..., safe_serialization=True)"
-    )
 
 
 def _module_path(layer: int, module: str) -> str:
@@ -240,11 +272,7 @@ def _check_against_config(
     config: ModelConfig,
 ) -> None:
     """The config targets just the modules that have tensors, and nothing that cannot be served."""
-    for path in ("lm_head", "model.embed_tokens"):
-        if lora.refused_by(path) is None:
-            raise AdapterError(
-                f"{lora.path}: field 'target_modules': LoRA on {path} is not supported; train without it"
-            )
+    _check_targets(lora)
     for layer in range(config.num_hidden_layers):
         for module in MODULES:
             path = _module_path(layer, module)
@@ -259,6 +287,14 @@ def _check_against_config(
                     f"{file}: no key for {path}, which {lora.path.name} targets (field 'target_modules'); "
                     f"the adapter may be incomplete or of another base model ({_base(lora)})"
                 )
+
+
+def _check_targets(lora: PeftLoraConfig) -> None:
+    for path in ("lm_head", "model.embed_tokens"):
+        if lora.refused_by(path) is None:
+            raise AdapterError(
+                f"{lora.path}: field 'target_modules': LoRA on {path} is not supported; train without it"
+            )
 
 
 def _check_shape(

@@ -1,10 +1,13 @@
-"""Registered adapters, their host copies, and which of them are resident in the page pool.
+"""Registered adapters by name and generation, and which of them hold pages of the pool.
 
-An adapter is *registered* (host copy only), *resident* (pages in the pool) or *draining* (unloaded by name
-while requests still use it). `users` counts requests that may yet need it and keep its host copy alive;
-`pins` counts running sequences that need its pages where they are. A resident adapter without pins is idle,
-and the Reclaimer may evict it unless its name is `pinned`. Every load gets a new generation: requests hold
-the `Adapter` itself, never its name, so a reload under the same name never meets its predecessor's requests.
+An adapter is *registered* (a path, perhaps a host copy), *reading* (into host memory), *staged* (it has
+pages, and its copy is on the way to the device) or *resident* (its pages are written). Unloaded by name
+while requests still use it, it is *draining* whatever its state. `users` counts requests that may yet need
+it; `pins` counts running sequences that need its pages where they are. A resident adapter without pins is
+*idle*, and the Reclaimer may evict it, unless its name is `pinned`. Those that the next waiting sequences
+need (`touch`) give way after all that is idle, and staged ones last. Every load gets a new generation:
+requests hold the `Adapter` itself, never its name, so a reload under the same name never meets its
+predecessor's requests. The states reading and staged are `lora/loader.py`'s to enter.
 """
 
 from __future__ import annotations
@@ -16,9 +19,14 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from slora_jax.errors import AdapterExistsError, UnknownAdapterError
-from slora_jax.lora.packing import PackedAdapter
+from slora_jax.lora.host_cache import HostCache
+from slora_jax.lora.packing import AdapterShape
+from slora_jax.lora.peft_folder import FolderStamp
+from slora_jax.lora.transfer import HostCopy
 from slora_jax.memory.reclaim import HolderKind, IdleHeap, Reclaimer
 from slora_jax.outputs import AdapterInfo
+
+_RECENT = 64  # evicted adapters among which the next is guessed
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,38 +36,55 @@ class Adapter:
     name: str
     path: str
     generation: int
-    packed: PackedAdapter | None  # None once unloaded and drained
-    pages: list[int] | None = None  # in the pool, while resident
+    shape: AdapterShape
+    host_bytes: int  # of a host copy, whether it is there or not
+    stamp: FolderStamp | None  # None: given from memory, so its host copy cannot be read again
+    host: HostCopy | None = None
+    state: Literal["registered", "reading", "staged", "resident"] = "registered"
+    pages: list[int] | None = None  # in the pool, while staged or resident
     users: int = 0
     pins: int = 0
     pinned: bool = False  # by name: stays resident, once it is, until unpinned or unloaded
     unloaded: bool = False
+    freed: bool = False  # unloaded and drained
+    fresh: bool = False  # the host copy was read for a load that has no pages yet
+    ahead: bool = False  # the load under way, or done and not used yet, is a prefetch
+    last_sought: int = -1  # the host cache's turn
+    waited_since: float | None = None  # monotonic time since when a request waits for nothing else
     usage: float = -math.inf  # of Reclaimer
 
     @property
+    def resident(self) -> bool:
+        return self.state == "resident"
+
+    @property
     def num_pages(self) -> int:
-        assert self.packed is not None
-        return self.packed.layout.num_pages
+        return self.shape.layout.num_pages
 
 
 class AdapterStore:
-    """Adapters by name, and the pages of those that are resident. Host state only.
+    """Adapters by name, their host copies, and the pages of those that have some. Host state only.
 
     `on_freed(generation)` is told of each generation that nobody can use again.
     """
 
     kind: HolderKind = "adapter"
 
-    def __init__(self, reclaim: Reclaimer, on_freed: Callable[[int], None]) -> None:
+    def __init__(self, reclaim: Reclaimer, host: HostCache, on_freed: Callable[[int], None]) -> None:
+        self.host = host
         self._pool, self._reclaim, self._on_freed = reclaim.pool, reclaim, on_freed
         self._by_name: dict[str, Adapter] = {}
-        self._draining: list[Adapter] = []
-        self._resident: dict[int, Adapter] = {}  # by generation
-        self._pinned: set[Adapter] = set()
+        self._pinned: set[Adapter] = set()  # by name
+        self._draining: dict[int, Adapter] = {}  # by generation, as the dicts below
+        self._resident: dict[int, Adapter] = {}
+        self._sought: dict[int, Adapter] = {}  # resident, in the order of the queue
+        self._staged: dict[int, Adapter] = {}  # oldest first
+        self._evicted: dict[int, Adapter] = {}  # the most recent, oldest first
         self._idle: IdleHeap[Adapter] = IdleHeap()
         self._idle_pages = 0
         self._generations = itertools.count(1)
-        self.loads = 0
+        self.prefetches_useful = 0
+        self.prefetches_wasted = 0
         reclaim.add(self)
 
     def __len__(self) -> int:
@@ -68,7 +93,7 @@ class AdapterStore:
     def __iter__(self) -> Iterator[Adapter]:
         """Every adapter that is registered or draining."""
         yield from self._by_name.values()
-        yield from self._draining
+        yield from self._draining.values()
 
     def get(self, name: str) -> Adapter:
         """The current generation of a name; raises UnknownAdapterError."""
@@ -82,10 +107,21 @@ class AdapterStore:
         """The current generation of a name, if there is one."""
         return self._by_name.get(name)
 
-    def register(self, name: str, path: str, packed: PackedAdapter, *, replace: bool = False) -> Adapter:
+    def register(
+        self,
+        name: str,
+        path: str,
+        shape: AdapterShape,
+        host_bytes: int,
+        stamp: FolderStamp | None,
+        host: HostCopy | None,
+        *,
+        replace: bool = False,
+    ) -> Adapter:
         """Register under a name; with `replace`, requests under way finish on the generation they hold, and a
         pinned name stays pinned.
         """
+        assert stamp is not None or host is not None, "nothing to load it from"
         old = self.find(name)
         pinned = old is not None and old.pinned
         if old is not None:
@@ -94,9 +130,11 @@ class AdapterStore:
                     f"adapter '{name}' is already loaded; unload it first or load in place"
                 )
             self.unregister(name)
-        adapter = Adapter(name, path, next(self._generations), packed)
+        adapter = Adapter(name, path, next(self._generations), shape, host_bytes, stamp)
         self._by_name[name] = adapter
         self.set_pinned(adapter, pinned)
+        if host is not None:
+            self.host.put(adapter, host)
         return adapter
 
     def unregister(self, name: str) -> None:
@@ -105,27 +143,34 @@ class AdapterStore:
         del self._by_name[name]
         adapter.unloaded = True
         self.set_pinned(adapter, False)
-        self._draining.append(adapter)
+        self._draining[adapter.generation] = adapter
         self._free_if_drained(adapter)
 
     def acquire(self, adapter: Adapter) -> None:
         """A request will use this generation; raises UnknownAdapterError if it is freed."""
-        if adapter.packed is None:
+        if adapter.freed:
             raise UnknownAdapterError(f"adapter '{adapter.name}' was unloaded before the request began")
         adapter.users += 1
+        self.host.touch(adapter)
 
     def release(self, adapter: Adapter) -> None:
         """A request that acquired it has ended."""
         assert adapter.users > 0
         adapter.users -= 1
+        if not adapter.users:
+            adapter.waited_since = None
+            self.host.touch(adapter)
         self._free_if_drained(adapter)
 
     def pin(self, adapter: Adapter) -> None:
         """A sequence starts to run on its pages (it must be resident)."""
-        assert adapter.pages is not None
+        assert adapter.resident
         adapter.pins += 1
+        self._sought.pop(adapter.generation, None)
         self._set_idle(adapter)
         self._reclaim.used(adapter)
+        self.prefetches_useful += adapter.ahead
+        adapter.ahead = False
 
     def unpin(self, adapter: Adapter) -> None:
         assert adapter.pins > 0
@@ -133,6 +178,18 @@ class AdapterStore:
         self._reclaim.kept(adapter)
         self._set_idle(adapter)
         self._free_if_drained(adapter)
+
+    def touch(self, adapter: Adapter) -> None:
+        """A sequence that is next needs it: until `touch_anew` it gives way only after all that is idle."""
+        if adapter in self._idle:
+            self._sought[adapter.generation] = adapter
+            self._set_idle(adapter)
+
+    def touch_anew(self) -> None:
+        """The queue is looked at again: forget what was touched."""
+        sought, self._sought = self._sought, {}
+        for adapter in sought.values():
+            self._set_idle(adapter)
 
     def set_pinned(self, adapter: Adapter, pinned: bool) -> None:
         """Whether it stays resident, once it is, while nobody uses it."""
@@ -151,7 +208,7 @@ class AdapterStore:
 
     @property
     def resident(self) -> list[Adapter]:
-        """Adapters with pages in the pool."""
+        """Adapters whose pages are written."""
         return list(self._resident.values())
 
     @property
@@ -175,51 +232,101 @@ class AdapterStore:
             gone += 1
         return gone
 
-    def make_resident(self, adapter: Adapter, write: Callable[[Adapter], None]) -> None:
-        """Give it pages (there must be room, free or idle) and `write` them.
+    @property
+    def recently_evicted(self) -> list[Adapter]:
+        """Adapters that gave way lately and are still registered, oldest first."""
+        return list(self._evicted.values())
 
-        `write` copies `adapter.packed.pages` to `adapter.pages`, before any step that reads them; where it
-        fails the adapter is as absent as before.
-        """
+    def forget_eviction(self, adapter: Adapter) -> None:
+        """Do not count it among the recently evicted ones any more."""
+        self._evicted.pop(adapter.generation, None)
+
+    def reserve(self, adapter: Adapter) -> bool:
+        """Give an absent adapter pages, evicting others where needed: it is *staged*. False: no room."""
         assert adapter.pages is None
-        self._reclaim.make_room(adapter.num_pages)
+        if not self.make_room(adapter.num_pages):
+            return False
         adapter.pages = self._pool.allocate(adapter.num_pages, "adapter")
-        assert adapter.pages is not None
+        adapter.state = "staged"
+        self._staged[adapter.generation] = adapter
+        return True
+
+    def settle(self, adapter: Adapter) -> None:
+        """The pages of a staged adapter are written: it is resident, and idle until it is pinned."""
+        del self._staged[adapter.generation]
+        self._evicted.pop(adapter.generation, None)
+        adapter.state = "resident"
         self._resident[adapter.generation] = adapter
         self._reclaim.fetched(adapter)
         self._set_idle(adapter)
-        try:
-            write(adapter)
-        except BaseException:
-            self._evict(adapter)
-            raise
-        self.loads += 1
+
+    def withdraw(self, adapter: Adapter) -> None:
+        """Take a staged adapter's pages back: its copy is not wanted, or has failed."""
+        del self._staged[adapter.generation]
+        self._give_back(adapter)
+
+    def make_room(self, pages: int) -> bool:
+        """Until `pages` are free, evict what is idle, then adapters that waiting sequences need, then withdraw
+        staged ones, the latest first; all or nothing.
+        """
+        if self._reclaim.make_room(pages):
+            return True
+        idle = self._reclaim.idle_pages
+        others = sum(a.num_pages for held in (self._sought, self._staged) for a in held.values())
+        if pages > self._pool.num_free + idle + others:
+            return False
+        self._reclaim.make_room(self._pool.num_free + idle)
+        while self._pool.num_free < pages:
+            if self._sought:
+                self._evict(next(reversed(self._sought.values())))
+                self._reclaim.evictions["adapter"] += 1
+            else:
+                self.withdraw(next(reversed(self._staged.values())))
+        return True
 
     def info(self, adapter: Adapter) -> AdapterInfo:
         """What a caller may know of an adapter that is registered or draining."""
-        packed = adapter.packed
-        assert packed is not None
-        state: Literal["registered", "resident", "draining"] = "registered"
-        if adapter.unloaded:
-            state = "draining"
-        elif adapter.pages is not None:
-            state = "resident"
         return AdapterInfo(
             name=adapter.name,
             path=adapter.path,
             generation=adapter.generation,
-            state=state,
-            rank=packed.rank,
-            target_modules=tuple(packed.target_modules),
+            state="draining" if adapter.unloaded else adapter.state,
+            rank=adapter.shape.rank,
+            target_modules=adapter.shape.target_modules,
             pages=adapter.num_pages,
-            host_bytes=packed.nbytes,
+            host_bytes=0 if adapter.host is None else adapter.host_bytes,
             running=adapter.users,
             pinned=adapter.pinned,
         )
 
+    def check_integrity(self) -> None:
+        """States, pages and host copies add up; raises AssertionError saying what does not."""
+        places = {"staged": self._staged, "resident": self._resident}
+        for adapter in self:
+            name, generation = f"adapter '{adapter.name}'", adapter.generation
+            assert not adapter.freed, f"{name} is freed and kept"
+            found = [place for place, held in places.items() if generation in held]
+            want = [adapter.state] if adapter.state in places else []
+            assert found == want, f"{name} is {adapter.state} and among {found}"
+            assert (adapter.pages is not None) == bool(found), f"{name} is {adapter.state}: {adapter.pages}"
+            assert not adapter.pins or adapter.resident, f"{name} runs and is {adapter.state}"
+            assert (adapter in self._idle) == self._is_spare(adapter), f"{name} is misplaced"
+            assert adapter.pinned == (adapter in self._pinned), f"{name}: pinned {adapter.pinned}"
+            assert adapter.stamp is not None or adapter.host is not None, f"{name} has lost its only copy"
+        known = {adapter.generation for adapter in self}
+        for held in (*places.values(), self._sought, self._evicted):
+            assert held.keys() <= known, "an adapter that is not registered is kept"
+        pages = sum(a.num_pages for a in self._idle)
+        assert self._idle_pages == pages, f"{self._idle_pages} idle pages are counted, not {pages}"
+        self.host.check_integrity(self)
+
+    def _is_spare(self, adapter: Adapter) -> bool:
+        wanted = adapter.pins or adapter.pinned or adapter.generation in self._sought
+        return adapter.resident and not wanted
+
     def _set_idle(self, adapter: Adapter) -> None:
         """Make `_idle` agree with the adapter's state."""
-        idle = adapter.pages is not None and not adapter.pins and not adapter.pinned
+        idle = self._is_spare(adapter)
         if idle == (adapter in self._idle):
             return
         if idle:
@@ -229,16 +336,30 @@ class AdapterStore:
         self._idle_pages += adapter.num_pages if idle else -adapter.num_pages
 
     def _evict(self, adapter: Adapter) -> None:
+        del self._resident[adapter.generation]
+        self._sought.pop(adapter.generation, None)
+        self._give_back(adapter)
+        self._set_idle(adapter)
+        self._evicted[adapter.generation] = adapter
+        if len(self._evicted) > _RECENT:
+            del self._evicted[next(iter(self._evicted))]
+
+    def _give_back(self, adapter: Adapter) -> None:
         assert adapter.pages is not None and not adapter.pins
         self._pool.release(adapter.pages)
-        adapter.pages = None
-        self._set_idle(adapter)
-        del self._resident[adapter.generation]
+        adapter.pages, adapter.state = None, "registered"
+        self.prefetches_wasted += adapter.ahead
+        adapter.ahead = False
 
     def _free_if_drained(self, adapter: Adapter) -> None:
-        if adapter.unloaded and not adapter.users and not adapter.pins and adapter.packed is not None:
-            if adapter.pages is not None:
-                self._evict(adapter)
-            adapter.packed = None
-            self._draining.remove(adapter)
-            self._on_freed(adapter.generation)
+        if not adapter.unloaded or adapter.users or adapter.pins or adapter.freed:
+            return
+        if adapter.state == "staged":
+            self.withdraw(adapter)
+        elif adapter.state == "resident":
+            self._evict(adapter)
+        self._evicted.pop(adapter.generation, None)
+        self.host.drop(adapter)
+        adapter.freed = True
+        del self._draining[adapter.generation]
+        self._on_freed(adapter.generation)

@@ -46,7 +46,7 @@ def test_help_lists_the_commands_and_fits_a_terminal(
     monkeypatch.setenv("COLUMNS", "100")
     code, out, _ = _run("--help", capsys=capsys)
     assert code == 0
-    commands = ("demo", "generate", "serve", "convert")
+    commands = ("demo", "generate", "serve", "adapters", "convert")
     assert all(f"\n    {name} " in out for name in commands)
     for name in commands:
         code, out, _ = _run(name, "--help", capsys=capsys)
@@ -130,6 +130,66 @@ def test_generate_answers_each_prompt_with_its_adapter(
 
     _, out, _ = _run(*command, "--prompt", "Hi", "--chat", "--json", capsys=capsys)
     assert json.loads(out)["text"] != answers[0]["text"]
+
+
+def test_generate_takes_a_folder_of_adapters_and_reads_those_it_needs(
+    talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(adapters, tmp_path / "many")
+    (shutil.copytree(adapters / "mlp", folder / "unread") / "adapter_model.safetensors").write_bytes(b"?")
+    command = ["generate", str(talking_model), *ENGINE, "--temperature", "0", "--max-tokens", "4", "--json"]
+    prompts = ["--prompt-for", "mlp", "Hi"]
+    named = ["--adapter", f"mlp={adapters / 'mlp'}"]
+    _, out, _ = _run(*command, *named, *prompts, capsys=capsys)
+    directory = ["--adapters-dir", str(folder), "--lazy-adapters"]
+    assert _run(*command, *directory, *prompts, capsys=capsys)[:2] == (0, out)
+    code, out, _ = _run(*command, *directory, "--prompt-for", "unread", "Hi", capsys=capsys)
+    answer = json.loads(out)
+    assert (code, answer["finish_reason"]) == (1, "error")
+    assert "adapter 'unread' could not be loaded" in answer["error"]
+    assert "corrupt or cut short" in answer["error"]
+    code, _, err = _run(*command, *directory, *named, *prompts, capsys=capsys)
+    assert code == 2
+    assert "adapter 'mlp' is given twice" in err
+
+
+def test_adapters_lists_a_folder_and_explains_what_is_refused(
+    talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["adapters", str(adapters), "--model", str(talking_model), "--load-format", "dummy"]
+    code, out, _ = _run(*command, capsys=capsys)
+    assert code == 0
+    assert "q,v" in out
+    assert "2 of 2 adapters" in out
+
+    folder = shutil.copytree(adapters, tmp_path / "adapters")
+    config = folder / "mlp" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    (folder / "pickled").mkdir()
+    (folder / "pickled" / "adapter_model.bin").touch()
+    (folder / "notes").mkdir()
+    command[1] = str(folder)
+    code, out, _ = _run(*command, "--json", capsys=capsys)
+    good, dora, pickled = map(json.loads, out.splitlines())
+    assert code == 1
+    assert (good["name"], good["rank"], good["modules"]) == ("attention", 4, {"q_proj": 4, "v_proj": 4})
+    assert good["refused"] is None
+    assert good["bytes"] == good["pages"] * 2 * 2 * 2 * 16 * 4 * 16  # layers, bytes, K and V, tokens, heads
+    assert "'use_dora'" in dora["refused"]
+    assert dora["pages"] is None
+    assert "pickled weights are never loaded" in pickled["refused"]
+    code, out, _ = _run(*command, capsys=capsys)
+    assert code == 1
+    assert "pickled: " in out
+    assert "1 of 3 adapters" in out
+
+    code, out, _ = _run(*command[:1], str(folder / "attention"), *command[2:], capsys=capsys)
+    assert (code, "1 of 1 adapters" in out) == (0, True)
+    code, out, _ = _run(*command, "--num-pages", "2", "--json", capsys=capsys)
+    assert "raise num_pages" in json.loads(out.splitlines()[0])["refused"]
+    code, _, err = _run(*command[:1], str(folder / "notes"), *command[2:], capsys=capsys)
+    assert code == 2
+    assert "neither it nor a folder in it holds adapter_config.json" in err
 
 
 def test_demo_answers_every_question_with_every_adapter(

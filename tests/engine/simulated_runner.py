@@ -16,8 +16,9 @@ import numpy as np
 
 from slora_jax.batch import ShapeBuckets
 from slora_jax.config import EngineConfig, ModelConfig
-from slora_jax.engine import PreparedAdapter
+from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
+from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES, PageLayout
 from slora_jax.pallas_kernels.backend import XLA
 from slora_jax.scheduler import Chunk, StepPlan
@@ -82,7 +83,17 @@ class SimulatedRunner:
         self._last: dict[int, int] = {}
         self.max_step_tokens = config.max_step_tokens
 
-    def write_adapter(self, pages: np.ndarray, ids: list[int]) -> None:
+    stages_adapters = False
+    pinned_limit: int | None = None
+
+    def host_copy(self, pages: np.ndarray) -> HostCopy:
+        return HostCopy((pages,))
+
+    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
+        return [StagedCopy(copy.pieces, (np.asarray(ids),)) for copy, ids in zip(copies, pages, strict=True)]
+
+    def write_adapter(self, staged: StagedCopy) -> None:
+        [pages], [ids] = staged.pieces, staged.ids
         assert pages.shape[1] == len(ids)
         for i, page in enumerate(ids):
             self._memory[page] = ("adapter", int(pages[0, i, 0]), i)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import slora_jax.runner
 from slora_jax import AdapterExistsError, EngineConfig, SamplingParams, UnknownAdapterError
 from slora_jax.engine import Engine
+from slora_jax.lora.transfer import AdapterTransfer
 from slora_jax.weights import load_model_config, resolve_model
 from tests.lora.peft_files import write_peft_adapter
 
@@ -311,6 +314,83 @@ def test_an_adapter_that_no_pool_holds_is_refused_when_it_is_loaded(
     write_peft_adapter(tmp_path / "big", engine.model_config, {"gate_proj": 256})
     with pytest.raises(ValueError, match=r"adapter 'big' needs \d+ pages, the pool has 16"):
         engine.load_adapter("big", tmp_path / "big")
+    assert engine.adapters() == []
+
+
+def test_registering_reads_no_weights_and_answers_as_loading_does(
+    engine: Engine, tiny_model_dir: Path, adapters: dict[str, Path]
+) -> None:
+    lazy = make_engine(tiny_model_dir, adapter_host_bytes=1)  # holds one copy at a time, at most
+    for name, path in adapters.items():
+        assert lazy.register_adapter(name, path).host_bytes == 0
+    loaded = {info.name: info for info in engine.adapters()}
+    for info in lazy.adapters():
+        want = loaded[info.name]
+        assert (info.rank, info.target_modules, info.pages) == (want.rank, want.target_modules, want.pages)
+    names = [None, *ADAPTERS]
+    want_tokens = [o.token_ids for o in engine.generate(PROMPTS, names, GREEDY)]
+    for _ in range(2):
+        assert [o.token_ids for o in lazy.generate(PROMPTS, names, GREEDY)] == want_tokens
+    assert lazy.stats().loading.host_misses == len(ADAPTERS)
+    lazy.check_integrity()
+
+
+def test_copies_staged_in_pinned_memory_give_the_same_tokens(
+    engine: Engine, tiny_model_dir: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does, on a CPU, whose devices have pinned memory, too."""
+    monkeypatch.setattr(slora_jax.runner, "AdapterTransfer", functools.partial(AdapterTransfer, staged=True))
+    staging = make_engine(tiny_model_dir, tensor_parallel_size=2, num_pages=160)
+    for i, (name, path) in enumerate(adapters.items()):
+        (staging.load_adapter if i % 2 else staging.register_adapter)(name, path)
+    names = [None, *ADAPTERS]
+    want = [o.token_ids for o in engine.generate(PROMPTS, names, GREEDY)]
+    assert [o.token_ids for o in staging.generate(PROMPTS, names, GREEDY)] == want
+    assert staging.stats().adapter_loads >= len(ADAPTERS)
+
+
+def test_weights_that_are_refused_when_they_are_needed_fail_their_own_requests(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_model_dir)
+    for name in ("good", "bad"):
+        write_peft_adapter(tmp_path / name, engine.model_config, {"q_proj": 4})
+    weights = tmp_path / "bad" / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-9])
+    for name in ("good", "bad"):
+        engine.register_adapter(name, tmp_path / name)
+    bad, good, base = engine.generate([[1, 2]] * 3, ["bad", "good", None], GREEDY)
+    assert bad.finish_reason == "error"
+    assert "adapter 'bad' could not be loaded: " in str(bad.outputs[0].error)
+    assert "corrupt or cut short" in str(bad.outputs[0].error)
+    assert (good.finish_reason, base.finish_reason) == ("length", "length")
+    weights.write_bytes(whole)
+    [changed] = engine.generate([[1, 2]], "bad", GREEDY)
+    assert "load it in place" in str(changed.outputs[0].error)
+    engine.register_adapter("bad", tmp_path / "bad", replace=True)
+    assert engine.generate([[1, 2]], "bad", GREEDY)[0].token_ids == good.token_ids
+
+
+def test_registering_refuses_what_the_config_shows(tiny_model_dir: Path, tmp_path: Path) -> None:
+    engine = make_engine(tiny_model_dir, num_pages=17, max_lora_rank=64)
+    shape = engine.model_config
+    write_peft_adapter(tmp_path / "dora", shape, use_dora=True)
+    write_peft_adapter(tmp_path / "head", shape, target_modules=["q_proj", "v_proj", "lm_head"])
+    write_peft_adapter(tmp_path / "none", shape, target_modules=["c_attn"])
+    write_peft_adapter(tmp_path / "high", shape, {"q_proj": 65})
+    write_peft_adapter(tmp_path / "big", shape, dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 64))
+    for name, reason in (
+        ("dora", "'use_dora'"),
+        ("head", "LoRA on lm_head is not supported"),
+        ("none", "matches no module of the base model"),
+        ("high", "rank 65 is above max_lora_rank 64"),
+        ("big", r"needs \d+ pages, the pool has 16"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            engine.register_adapter(name, tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        engine.register_adapter("ghost", tmp_path / "ghost")
     assert engine.adapters() == []
 
 

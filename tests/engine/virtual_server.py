@@ -7,13 +7,18 @@ of policies and by `benchmarks/sim_scheduler.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from slora_jax.config import EngineConfig
-from slora_jax.lora.packing import PackedAdapter
+from slora_jax.lora.host_cache import HostCache
+from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
+from slora_jax.lora.packing import AdapterShape
 from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -63,7 +68,14 @@ class VirtualServer:
         self.pool = PagePool(num_pages)
         reclaim = Reclaimer(self.pool)
         prefixes = PrefixCache(reclaim, config.page_tokens, enabled=False)  # tokens have no values here
-        self.store = AdapterStore(reclaim, on_freed=prefixes.drop)
+        self.store = AdapterStore(reclaim, HostCache(1 << 60), on_freed=prefixes.drop)
+        self.loader = AdapterLoader(
+            self.store,
+            self,
+            _never_read,
+            staging_bytes=1 << 60,
+            measured=functools.partial(reclaim.costs.measured, "adapter"),
+        )
         self.waiting = WaitingQueue(config, self.clock)
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
@@ -73,9 +85,10 @@ class VirtualServer:
             max_prefill_seqs=config.max_batch_size,
             page_tokens=config.page_tokens,
             prefill_delay_steps=config.prefill_delay_steps,
+            lookahead=max(1, config.adapter_prefetch),
         )
         self.scheduler = Scheduler(
-            limits, reclaim, self.store, prefixes, self._load, self.waiting, self.clock
+            limits, reclaim, self.store, self.loader, prefixes, self.waiting, self.clock
         )
         self.cost = cost or StepCost()
         self.requests: list[Request] = []
@@ -89,7 +102,8 @@ class VirtualServer:
 
     def register(self, name: str, num_pages: int) -> Adapter:
         """An adapter of so many pages."""
-        return self.store.register(name, f"/virtual/{name}", _packed(num_pages))
+        shape = AdapterShape(_Sized(num_pages), 8, MODULES[:4])  # type: ignore[arg-type]
+        return self.store.register(name, f"/virtual/{name}", shape, num_pages, None, HostCopy(()))
 
     def add(self, arrival: Arrival) -> Request:
         """Queue a request that arrived at `arrival.time`; raises LimitExceededError as an engine does."""
@@ -171,9 +185,14 @@ class VirtualServer:
         assert len(held) == len(set(held))
         assert set(held) == live
 
-    def _load(self, adapter: Adapter) -> None:
+    stages_adapters = False
+
+    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
+        return [StagedCopy((), (np.asarray(ids),)) for ids in pages]
+
+    def write_adapter(self, staged: StagedCopy) -> None:
         self.loads += 1
-        self._loaded_pages += adapter.num_pages
+        self._loaded_pages += len(staged.ids[0])
 
     def _seconds(self, plan: StepPlan) -> float:
         cost = self.cost
@@ -220,11 +239,5 @@ class _Sized:
     num_pages: int
 
 
-def _packed(num_pages: int) -> PackedAdapter:
-    return PackedAdapter(
-        pages=np.empty((0,), np.float32),
-        layout=_Sized(num_pages),  # type: ignore[arg-type]
-        rank=8,
-        target_modules=MODULES[:4],
-        features={},
-    )
+def _never_read(path: str) -> PreparedAdapter:
+    raise AssertionError(f"{path} has its host copy")

@@ -10,7 +10,7 @@ import pytest
 
 from slora_jax.config import ModelConfig
 from slora_jax.errors import AdapterError
-from slora_jax.lora.peft import read_adapter
+from slora_jax.lora.peft import promised_ranks, read_adapter
 from slora_jax.lora.peft_config import KNOWN_FIELDS
 from tests.lora.peft_files import write_peft_adapter
 
@@ -47,6 +47,7 @@ def test_ranks_and_scales_are_pefts(case: str, tmp_path: Path) -> None:
         module: max(rank for (_, m), (rank, _) in expected.items() if m == module)
         for module in {m for _, m in expected}
     }
+    assert promised_ranks(tmp_path, MODEL) == adapter.ranks
 
 
 @pytest.mark.parametrize("case", CASES)

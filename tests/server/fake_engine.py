@@ -23,6 +23,7 @@ from slora_jax.outputs import (
     AdapterInfo,
     EngineStats,
     FinishReason,
+    LoadStats,
     RequestMetrics,
     StreamEvent,
     TokenLogprobs,
@@ -284,6 +285,7 @@ class FakeEngine:
             requests_failed=0,
             last_step_seconds=self.step_seconds,
             last_step_tokens=len(running),
+            loading=LoadStats(1, 2, 300, 4, 5, 6, 7, 800, 0.9, 10),
         )
 
 

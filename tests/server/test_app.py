@@ -212,6 +212,19 @@ def test_metrics(adapter_dir: Path) -> None:
     assert done["vllm:prompt_tokens_total"] == 3 * 101
     assert done["vllm:generation_tokens_total"] == 3 * 155
     assert done["vllm:num_preemptions_total"] == 0
+    loads = {name: value for name, value in done.items() if name.startswith("slora:adapter")}
+    assert loads == loads | {
+        "slora:adapters{reading}": 1,
+        "slora:adapters{staged}": 2,
+        "slora:adapter_host_bytes": 300,
+        "slora:adapter_host_hits_total": 4,
+        "slora:adapter_host_misses_total": 5,
+        "slora:adapter_prefetches_useful_total": 6,
+        "slora:adapter_prefetches_wasted_total": 7,
+        "slora:adapter_staged_bytes_total": 800,
+        "slora:adapter_wait_seconds_total": 0.9,
+        "slora:adapter_load_failures_total": 10,
+    }
     assert done["vllm:request_success_total{length}"] == 3
     assert done["vllm:time_to_first_token_seconds_count"] == 3
     assert done["vllm:time_per_output_token_seconds_count"] == 3 * 154

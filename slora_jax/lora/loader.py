@@ -1,0 +1,326 @@
+"""Brings adapters into the pool while steps run: read in worker threads, staged to the device, written.
+
+`seek` (the scheduler's, in the order of the queue) takes an adapter one stage further and never waits;
+`transfer` begins the copies of a step's seeks together; `settle` takes what has come: host copies of reads,
+and device copies, each of which becomes a small write enqueued between two steps. What fails is handed out
+once, by `take_failures`; the next seek tries again. All but the reading itself happens in the engine's
+thread.
+
+A reservation that the store took back, or an adapter that it freed, is noticed here when its read or copy
+comes in: entries hold the list of pages that they were begun for.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from slora_jax.errors import AdapterError
+from slora_jax.lora.packing import AdapterShape, PackedAdapter
+from slora_jax.lora.peft_folder import FolderStamp
+from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.lora.transfer import HostCopy, StagedCopy
+from slora_jax.outputs import LoadStats
+
+logger = logging.getLogger(__name__)
+
+_READERS = 4  # threads
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter that is read, validated and packed, ready to be registered without delay.
+
+    One that was read from a folder has its `stamp`, and its `host` copy in the form that is copied to the
+    device. Made by hand it has neither: it is kept in host memory for as long as it is registered.
+    """
+
+    path: str
+    packed: PackedAdapter
+    stamp: FolderStamp | None = None
+    host: HostCopy | None = None
+
+
+class AdapterDevice(Protocol):
+    """The part of a ModelRunner that loads adapters."""
+
+    @property
+    def stages_adapters(self) -> bool: ...
+    def stage_adapters(
+        self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]
+    ) -> list[StagedCopy]: ...
+    def write_adapter(self, staged: StagedCopy) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transfer:
+    """A copy under way (None: not begun) into these pages of an adapter."""
+
+    adapter: Adapter
+    pages: list[int]
+    host: HostCopy
+    copy: StagedCopy | None = None
+    since: float = 0.0  # monotonic time of its copy's begin
+
+    @property
+    def valid(self) -> bool:
+        return self.adapter.pages is self.pages
+
+
+class AdapterLoader:
+    """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
+
+    `staging_bytes` bounds the device memory of copies that are not written yet; a larger adapter goes alone.
+    `measured(pages, seconds)` is told what each copy took.
+    """
+
+    def __init__(
+        self,
+        store: AdapterStore,
+        device: AdapterDevice,
+        read: Callable[[str], PreparedAdapter],
+        *,
+        staging_bytes: int,
+        measured: Callable[[float, float], None],
+    ) -> None:
+        self._measured = measured
+        self._store, self._device, self._read = store, device, read
+        self._staging_bytes = staging_bytes
+        self._executor: concurrent.futures.Executor = concurrent.futures.ThreadPoolExecutor(
+            _READERS, thread_name_prefix="adapter-reader"
+        )
+        self._reading: dict[int, tuple[Adapter, concurrent.futures.Future[HostCopy]]] = {}  # by generation
+        self._transfers: list[_Transfer] = []  # in the order of their copies
+        self._guess: Adapter | None = None  # loaded though no request asks for it
+        # The scheduler's pass in which one found no room: those after it take none, or it might never get it.
+        self._host_full_in = self._staging_full_in = -1
+        self._failed: dict[int, tuple[Adapter, str]] = {}
+        self._hits = self._misses = self._bytes_staged = self._failures = self.loads = 0
+        self._wait_seconds = 0.0
+
+    # -- asked for by the scheduler --
+
+    def seek(self, adapter: Adapter, *, room: bool, waits: bool) -> bool:
+        """Take an adapter one stage further towards the pool; True where it is resident.
+
+        Only with `room` may it take pages. `waits`: its request would run now, if it were resident; else
+        this is a prefetch.
+        """
+        if adapter.state == "resident":
+            return True
+        if adapter.generation in self._failed:
+            return False
+        adapter.last_sought = self._store.host.turn
+        if waits and adapter.waited_since is None:
+            adapter.waited_since = time.monotonic()
+        if adapter.state == "registered":
+            adapter.ahead = not waits
+            if adapter.host is None:
+                self._begin_read(adapter)
+            elif room and self._may_stage(adapter.host_bytes):
+                self._begin_transfer(adapter, adapter.host)
+        return adapter.resident
+
+    def transfer(self) -> None:
+        """Begin the copies of adapters that were given pages since the last call, all together."""
+        waiting = [t for t in self._transfers if t.copy is None and t.valid]
+        self._transfers = [t for t in self._transfers if t.copy is not None]
+        if not waiting:
+            return
+        since = time.monotonic()
+        try:
+            copies = self._device.stage_adapters([t.host for t in waiting], [t.pages for t in waiting])
+        except Exception as error:
+            for t in waiting:
+                self._fail(t.adapter, error)
+            return
+        except BaseException:
+            for t in waiting:
+                self._store.withdraw(t.adapter)
+            raise
+        self._bytes_staged += sum(t.adapter.host_bytes for t in waiting)
+        self._transfers += [
+            dataclasses.replace(t, copy=copy, since=since) for t, copy in zip(waiting, copies, strict=True)
+        ]
+
+    # -- between steps --
+
+    def settle(self) -> None:
+        """Take reads and copies that are done; never waits for one that is not."""
+        self._store.host.turn += 1
+        for adapter, future in list(self._reading.values()):
+            if adapter.freed or not (adapter.users or adapter is self._guess):
+                future.cancel()  # has no effect on one that has begun: its copy may serve later
+            if future.done():
+                self._end_read(adapter, future)
+        self._settle_copies()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until a read or copy under way has ended, for `timeout` seconds of a read at most.
+
+        False where none is under way.
+        """
+        copy = next((t.copy for t in self._transfers if t.valid and t.copy is not None), None)
+        if copy is not None:
+            with contextlib.suppress(Exception):  # settle meets it, too, and knows whose it is
+                copy.wait()
+            return True
+        futures = [future for _, future in self._reading.values()]
+        if futures:
+            concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
+        return bool(futures)
+
+    def take_failures(self) -> list[tuple[Adapter, str]]:
+        """Adapters whose loads failed since the last call, and why."""
+        failed, self._failed = list(self._failed.values()), {}
+        return failed
+
+    def prefetch(self, free_pages: int) -> None:
+        """Where nothing is under way, bring back the likeliest of recently evicted adapters, into at most
+        `free_pages` pages: nothing gives way for a guess.
+        """
+        if self._reading or self._transfers:
+            return
+        candidates = [
+            a
+            for a in self._store.recently_evicted
+            if not a.unloaded and a.state == "registered" and a.num_pages <= free_pages
+        ]
+        self._guess = max(candidates, key=lambda a: a.usage, default=None)
+        if self._guess is not None:
+            self.seek(self._guess, room=True, waits=False)
+
+    def stats(self) -> LoadStats:
+        """A snapshot for metrics."""
+        host = self._store.host
+        return LoadStats(
+            reading=len(self._reading),
+            staged=sum(t.valid for t in self._transfers),
+            host_bytes=host.held + host.fixed,
+            host_hits=self._hits,
+            host_misses=self._misses,
+            prefetches_useful=self._store.prefetches_useful,
+            prefetches_wasted=self._store.prefetches_wasted,
+            bytes_staged=self._bytes_staged,
+            wait_seconds=self._wait_seconds,
+            failures=self._failures,
+        )
+
+    def check_integrity(self) -> None:
+        """States and what is under way agree; raises AssertionError saying what does not."""
+        valid = {t.adapter.generation for t in self._transfers if t.valid}
+        for adapter in self._store:
+            reading = adapter.generation in self._reading
+            assert reading == (adapter.state == "reading"), f"adapter '{adapter.name}' is {adapter.state}"
+            staged = adapter.generation in valid
+            assert staged == (adapter.state == "staged"), f"adapter '{adapter.name}' is {adapter.state}"
+        promised = sum(adapter.host_bytes for adapter, _ in self._reading.values())
+        assert self._store.host.promised == promised, "bytes are promised to reads that are not under way"
+
+    # -- inside --
+
+    def _begin_read(self, adapter: Adapter) -> None:
+        """Read it, where a thread and room in host memory can be had; one alone may exceed the budget."""
+        host, stamp = self._store.host, adapter.stamp
+        assert stamp is not None
+        if len(self._reading) >= _READERS or self._host_full_in == host.turn:
+            return
+        if not host.make_room(adapter.host_bytes) and (host.held or host.promised):
+            self._host_full_in = host.turn
+            return
+        future = self._executor.submit(_read_again, self._read, adapter.name, stamp, adapter.shape)
+        adapter.state = "reading"
+        self._misses += 1
+        host.promised += adapter.host_bytes
+        self._reading[adapter.generation] = adapter, future
+
+    def _end_read(self, adapter: Adapter, future: concurrent.futures.Future[HostCopy]) -> None:
+        del self._reading[adapter.generation]
+        self._store.host.promised -= adapter.host_bytes
+        adapter.state = "registered"
+        if future.cancelled() or adapter.freed:
+            return
+        error = future.exception()
+        if error is None:
+            self._store.host.put(adapter, future.result())
+            adapter.fresh = True
+        else:
+            self._fail(adapter, error)
+
+    def _settle_copies(self) -> None:
+        under_way, self._transfers = self._transfers, []
+        while under_way:
+            entry = under_way.pop(0)
+            if entry.copy is None or (entry.valid and not entry.copy.is_ready()):
+                self._transfers.append(entry)
+            elif entry.valid:
+                try:
+                    self._write(entry.adapter, entry.copy)
+                    self._measured(len(entry.pages), time.monotonic() - entry.since)
+                except BaseException:
+                    self._transfers += under_way
+                    raise
+
+    def _may_stage(self, nbytes: int) -> bool:
+        under_way = sum(t.adapter.host_bytes for t in self._transfers)
+        if under_way and under_way + nbytes > self._staging_bytes:
+            self._staging_full_in = self._store.host.turn
+        return self._staging_full_in != self._store.host.turn
+
+    def _begin_transfer(self, adapter: Adapter, host: HostCopy) -> None:
+        if not self._store.reserve(adapter):
+            return
+        assert adapter.pages is not None
+        self._hits += not adapter.fresh
+        adapter.fresh = False
+        self._transfers.append(_Transfer(adapter, adapter.pages, host))
+        if not self._device.stages_adapters:  # nothing is copied before the write: no reason to wait
+            self.transfer()
+            self._settle_copies()
+
+    def _write(self, adapter: Adapter, copy: StagedCopy) -> None:
+        try:
+            copy.wait()  # done already; raises where it failed
+            self._device.write_adapter(copy)
+        except Exception as error:
+            self._fail(adapter, error)
+            return
+        except BaseException:
+            self._store.withdraw(adapter)
+            raise
+        self._store.settle(adapter)
+        self.loads += 1
+        if adapter.waited_since is not None:
+            self._wait_seconds += time.monotonic() - adapter.waited_since
+            adapter.waited_since = None
+
+    def _fail(self, adapter: Adapter, error: BaseException) -> None:
+        if adapter.state == "staged":
+            self._store.withdraw(adapter)
+        known = isinstance(error, ValueError | OSError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        logger.warning("adapter '%s' could not be loaded: %s", adapter.name, reason)
+        adapter.waited_since = None
+        adapter.ahead = False
+        self._failures += 1
+        self._store.forget_eviction(adapter)
+        self._failed[adapter.generation] = adapter, f"adapter '{adapter.name}' could not be loaded: {reason}"
+
+
+def _read_again(
+    read: Callable[[str], PreparedAdapter], name: str, stamp: FolderStamp, shape: AdapterShape
+) -> HostCopy:
+    """In a reader's thread: the host copy of the adapter that was registered, or an error."""
+    prepared = read(stamp.folder)
+    if prepared.stamp != stamp or prepared.packed.shape != shape:
+        raise AdapterError(
+            f"{stamp.folder}: its files have changed since adapter '{name}' was registered; load it in place "
+            "to serve the new ones"
+        )
+    assert prepared.host is not None
+    return prepared.host

@@ -1,0 +1,93 @@
+"""The files of a PEFT folder: where they are, which are never opened, and whether they have changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from slora_jax.errors import AdapterError
+from slora_jax.lora.peft_config import CONFIG_FILE
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderStamp:
+    """Which state of an adapter's files was seen, so that a change of them is noticed."""
+
+    folder: str  # absolute
+    files: tuple[tuple[int, int], ...]  # (bytes, time of change in ns) of config and weights
+
+
+def adapter_folder(path: str | os.PathLike[str]) -> Path:
+    """`path`, which must be a folder; raises FileNotFoundError or AdapterError."""
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"no adapter at '{folder}': give a local folder with {CONFIG_FILE} and {WEIGHTS_FILE} "
+            "(nothing is downloaded)"
+        )
+    if not folder.is_dir():
+        raise AdapterError(
+            f"{folder}: not a folder; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+        )
+    return folder
+
+
+def config_file(folder: Path) -> Path:
+    """Its adapter_config.json; raises AdapterError where it is missing."""
+    return _existing(folder, CONFIG_FILE, "save it with save_pretrained")
+
+
+def _existing(folder: Path, name: str, fix: str) -> Path:
+    file = folder / name
+    if not file.exists():
+        raise AdapterError(f"{folder}: {name} is missing; {fix}")
+    if not file.is_file():
+        raise AdapterError(f"{file}: not a regular file; {fix}")
+    return file
+
+
+def weights_file(folder: Path) -> Path:
+    """Its weights, which must be safetensors; raises AdapterError."""
+    pickled = next((name for name in _PICKLED_FILES if (folder / name).exists()), None)
+    if pickled is not None and not (folder / WEIGHTS_FILE).exists():
+        raise AdapterError(
+            f"{folder / pickled}: pickled weights are never loaded, since opening them can run code; if you "
+            "trust the file, convert it: "
+            f"safetensors.torch.save_file(torch.load('{pickled}', weights_only=True), '{WEIGHTS_FILE}')"
+        )
+    return _existing(
+        folder, WEIGHTS_FILE, "save the adapter with save_pretrained(..., safe_serialization=True)"
+    )
+
+
+def folder_stamp(path: str | os.PathLike[str]) -> FolderStamp:
+    """The present state of an adapter's files. Raises like `read_adapter` where one is missing."""
+    folder = adapter_folder(path)
+    files = (weights_file(folder), config_file(folder))
+    stats = [file.stat() for file in files]
+    return FolderStamp(os.path.abspath(folder), tuple((s.st_size, s.st_mtime_ns) for s in stats))
+
+
+def find_adapters(folder: str | os.PathLike[str]) -> dict[str, Path]:
+    """Adapter folders by name, sorted: `folder` itself, or those of its sub-folders that look like one.
+
+    A sub-folder looks like an adapter where it holds a config or weights by PEFT's names, even one that would
+    be refused. Raises FileNotFoundError or AdapterError where `folder` is none, ValueError where it has none.
+    """
+    root = adapter_folder(folder)
+    names = (CONFIG_FILE, WEIGHTS_FILE, *_PICKLED_FILES)
+    with os.scandir(root) as entries:
+        children = sorted(entry.name for entry in entries)
+    if any(name in children for name in names):
+        return {root.resolve().name: root}
+    found = {
+        child: root / child for child in children if any((root / child / name).exists() for name in names)
+    }
+    if not found:
+        raise ValueError(f"{root}: neither it nor a folder in it holds {CONFIG_FILE} or {WEIGHTS_FILE}")
+    return found

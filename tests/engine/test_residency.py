@@ -1,0 +1,701 @@
+"""Adapters that are read, staged and written while others run: nothing is mixed up, lost or leaked."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+import slora_jax.engine
+from slora_jax import EngineConfig, SamplingParams
+from slora_jax.engine import Engine
+from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
+from slora_jax.lora.peft_folder import FolderStamp
+from slora_jax.lora.transfer import HostCopy, StagedCopy
+from slora_jax.outputs import StreamEvent
+from slora_jax.sharding.mesh import make_mesh
+from tests.engine.simulated_runner import BASE, SimulatedRunner, expected_tokens, simulated_adapter
+from tests.engine.test_engine_properties import MODEL, VOCAB
+
+
+class Disk:
+    """Folders by path, each with its adapter's fingerprint and rank; what is told to fail does, once."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, tuple[int, int]] = {}
+        self.failing: list[str] = []  # what fails next: read, stage, copy or write
+        self.failures = 0
+        self.reads = 0
+
+    def fails(self, what: str) -> None:
+        if what in self.failing:
+            self.failing.remove(what)
+            self.failures += 1
+            raise RuntimeError(f"a {what} that was told to fail")
+
+    def stamp(self, path: str) -> FolderStamp:
+        return FolderStamp(path, (self.folders[path],))
+
+    def prepare(self, engine: Engine, path: str) -> PreparedAdapter:
+        self.reads += 1
+        self.fails("read")
+        if path not in self.folders:
+            self.failures += 1
+            raise FileNotFoundError(f"no adapter at '{path}'")
+        fingerprint, rank = self.folders[path]
+        made = simulated_adapter(engine._layout, fingerprint, rank)
+        return dataclasses.replace(
+            made, path=path, stamp=self.stamp(path), host=HostCopy((made.packed.pages,))
+        )
+
+
+class SlowCopy(StagedCopy):
+    """A copy that is done after some looks at it, or when it is waited for; perhaps with an error."""
+
+    def __init__(self, copy: StagedCopy, looks: int, error: Exception | None) -> None:
+        super().__init__(copy.pieces, copy.ids)
+        object.__setattr__(self, "state", [looks, error])
+
+    def is_ready(self) -> bool:
+        self.state[0] -= 1  # type: ignore[attr-defined]
+        return bool(self.state[0] < 0)  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        error = self.state[1]  # type: ignore[attr-defined]
+        self.state[0] = 0  # type: ignore[attr-defined]
+        if error is not None:
+            raise error
+
+
+class StagingRunner(SimulatedRunner):
+    """A device with memory of its own: copies take their time and may fail."""
+
+    disk = Disk()
+    looks: Callable[[], int] = staticmethod(lambda: 0)
+    stages_adapters = True
+
+    def stage_adapters(self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]) -> list[StagedCopy]:
+        self.disk.fails("stage")
+        slow: list[StagedCopy] = []
+        for copy in super().stage_adapters(copies, pages):
+            error = None
+            try:
+                self.disk.fails("copy")
+            except RuntimeError as failure:
+                error = failure
+            slow.append(SlowCopy(copy, self.looks(), error))
+        return slow
+
+    def write_adapter(self, staged: StagedCopy) -> None:
+        self.disk.fails("write")
+        super().write_adapter(staged)
+
+
+class DeferredExecutor(concurrent.futures.Executor):
+    """Runs jobs when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.jobs.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def run(self, pick: int = 0) -> bool:
+        """Run one of the jobs that wait; False where none does."""
+        if not self.jobs:
+            return False
+        future, job = self.jobs.pop(pick % len(self.jobs))
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+        return True
+
+
+class Bench:
+    """An engine over a slow device and a slow disk, both in the test's hands."""
+
+    def __init__(self, looks: Callable[[], int] = lambda: 0, **fields: Any) -> None:
+        self.disk, self.executor = Disk(), DeferredExecutor()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slora_jax.engine, "ModelRunner", StagingRunner)
+            config = EngineConfig(dtype="float32", page_tokens=4, **fields)
+            self.engine = engine = Engine(MODEL, {}, config, make_mesh(1))
+        engine._runner.disk, engine._runner.looks = self.disk, looks  # type: ignore[attr-defined]
+        loader: Any = engine._loader
+        loader._executor = self.executor
+        loader._read = lambda path: self.disk.prepare(engine, path)
+        loader.wait = lambda timeout: False  # the test decides when a read ends
+
+    def register(self, name: str, fingerprint: int, rank: int = 8, path: str | None = None) -> str:
+        """A new folder, registered lazily; its path."""
+        path = path or f"/disk/{fingerprint}"
+        self.disk.folders[path] = fingerprint, rank
+        shape = simulated_adapter(self.engine._layout, fingerprint, rank).packed.shape
+        self.engine._register(name, path, shape, self.disk.stamp(path), None, True)
+        return path
+
+    def run(self) -> dict[str, list[StreamEvent]]:
+        """Step until all requests have ended, reading as asked; their events."""
+        events: dict[str, list[StreamEvent]] = {}
+        for _ in range(3000):
+            if not self.engine.has_unfinished():
+                return events
+            self.executor.run()
+            for event in self.engine.step():
+                events.setdefault(event.request_id, []).append(event)
+            self.engine.check_integrity()
+        raise AssertionError("requests do not end")
+
+
+def tokens(events: Sequence[StreamEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+def want(prompt: list[int], fingerprint: int, n: int) -> list[int]:
+    return expected_tokens(prompt, fingerprint, n, VOCAB)
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Loads, reloads, unloads, aborts, changed files, failed reads and copies, at any moment."""
+
+    @initialize(
+        num_pages=st.integers(32, 70),
+        max_batch_size=st.integers(1, 5),
+        host_adapters=st.integers(0, 5),
+        staging_adapters=st.integers(0, 3),
+        prefetch=st.sampled_from([0, 1, 4, 16]),
+        watermark=st.sampled_from([0.0, 0.3]),
+        looks=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    )
+    def start(
+        self,
+        num_pages: int,
+        max_batch_size: int,
+        host_adapters: int,
+        staging_adapters: int,
+        prefetch: int,
+        watermark: float,
+        looks: list[int],
+    ) -> None:
+        turns = itertools.cycle(looks)
+        some = 28672  # bytes of an adapter of rank 8
+        self.bench = Bench(
+            lambda: next(turns),
+            num_pages=num_pages,
+            max_batch_size=max_batch_size,
+            max_step_tokens=24,
+            adapter_host_bytes=1 + host_adapters * some,
+            adapter_staging_bytes=1 + staging_adapters * some,
+            adapter_prefetch=prefetch,
+            prefetch_watermark=watermark,
+        )
+        self.engine, self.disk = self.bench.engine, self.bench.disk
+        self.fingerprints = itertools.count(1)
+        self.paths: dict[str, tuple[str, int]] = {}  # by name: path and fingerprint
+        self.largest = 0
+        self.expected: dict[tuple[str, int], list[int]] = {}
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.ended: dict[tuple[str, int], StreamEvent] = {}
+        for name in "abc":
+            self.load(name, 8, given=name == "c")
+
+    @rule(name=st.sampled_from("abcdefgh"), rank=st.sampled_from([3, 8, 20]), given=st.booleans())
+    def load(self, name: str, rank: int, given: bool) -> None:
+        fingerprint = next(self.fingerprints)
+        made = simulated_adapter(self.engine._layout, fingerprint, rank)
+        if made.packed.layout.num_pages >= self.engine.stats().pages_total:
+            return
+        if given:
+            self.engine.load_adapter(name, made, replace=True)
+            self.paths[name] = "", fingerprint
+        else:
+            self.paths[name] = self.bench.register(name, fingerprint, rank), fingerprint
+        self.largest = max(self.largest, made.packed.nbytes)
+
+    @rule(name=st.sampled_from("abcdefgh"))
+    def unload(self, name: str) -> None:
+        if self.paths.pop(name, None):
+            self.engine.unload_adapter(name)
+
+    @rule(name=st.sampled_from("abcdefgh"), deleted=st.booleans())
+    def change_files(self, name: str, deleted: bool) -> None:
+        path, _ = self.paths.get(name, ("", 0))
+        if path in self.disk.folders and deleted:
+            del self.disk.folders[path]
+        elif path in self.disk.folders:
+            self.disk.folders[path] = next(self.fingerprints), self.disk.folders[path][1]
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
+        max_tokens=st.integers(1, 20),
+        n=st.integers(1, 2),
+        pick=st.integers(0, 20),
+    )
+    def add(self, prompt: list[int], max_tokens: int, n: int, pick: int) -> None:
+        names = [None, *self.paths]
+        name = names[pick % len(names)]
+        try:
+            request_id = self.engine.add_request(prompt, name, SamplingParams(max_tokens=max_tokens, n=n))
+        except ValueError as error:
+            assert "pages" in str(error)  # noqa: PT017 (more than the pool holds)
+            return
+        fingerprint = BASE if name is None else self.paths[name][1]
+        for i in range(n):
+            self.expected[request_id, i] = want(prompt, fingerprint, max_tokens)
+
+    @rule(pick=st.integers(0, 50))
+    def abort(self, pick: int) -> None:
+        alive = sorted({r for r, _ in self.expected} - {r for r, _ in self.ended})
+        if alive:
+            self.take(self.engine.abort(alive[pick % len(alive)]))
+
+    @rule(what=st.sampled_from(["read", "stage", "copy", "write"]))
+    def fail_next(self, what: str) -> None:
+        self.disk.failing.append(what)
+
+    @rule(pick=st.integers(0, 9))
+    def read(self, pick: int) -> None:
+        self.bench.executor.run(pick)
+
+    @rule(steps=st.integers(1, 6), reads=st.booleans())
+    def step(self, steps: int, reads: bool) -> None:
+        for _ in range(steps):
+            self.take(self.engine.step())
+            self.engine.check_integrity()
+            if reads:
+                self.bench.executor.run()
+
+    def take(self, events: list[StreamEvent]) -> None:
+        for event in events:
+            key = event.request_id, event.index
+            assert key not in self.ended, "an event after the last one"
+            self.got.setdefault(key, []).extend(event.token_ids)
+            if event.finish_reason is not None:
+                self.ended[key] = event
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.check_integrity()
+        host = self.engine._adapters.host
+        assert host.held + host.promised <= max(host.budget, self.largest)
+        for key, found in self.got.items():
+            assert found == self.expected[key][: len(found)], key
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(3000):
+            if not self.engine.has_unfinished():
+                break
+            self.bench.executor.run()
+            self.take(self.engine.step())
+        assert set(self.ended) == set(self.expected), "a sequence never ended"
+        for key, event in self.ended.items():
+            if event.finish_reason == "error":
+                assert "could not be loaded" in str(event.error)  # after a preemption, even late
+            elif event.finish_reason != "abort":
+                assert self.got[key] == self.expected[key]
+        for name in self.paths:
+            self.engine.unload_adapter(name)
+        while self.bench.executor.run():
+            pass
+        self.engine.step()
+        self.engine.check_integrity()
+        stats, host = self.engine.stats(), self.engine._adapters.host
+        assert stats.pages_free + stats.pages_cached == stats.pages_total, "pages leaked"
+        assert self.engine.adapters() == []
+        assert (host.held, host.promised, host.fixed) == (0, 0, 0), "host copies leaked"
+        assert not self.engine._loader._transfers
+        assert stats.loading.reading == stats.loading.staged == 0
+
+
+TestResidency = ResidencyMachine.TestCase
+TestResidency.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+def test_many_more_random_histories() -> None:
+    run_state_machine_as_test(
+        ResidencyMachine, settings=settings(max_examples=1500, stateful_step_count=100, deadline=None)
+    )
+
+
+def soak(seed: int, operations: int) -> ResidencyMachine:
+    """A busy history, drawn with weights that keep pages, host memory and the queue short of room."""
+    rng = random.Random(seed)
+    machine = ResidencyMachine()
+    machine.start(
+        num_pages=rng.randint(32, 70),
+        max_batch_size=rng.randint(1, 5),
+        host_adapters=rng.randint(0, 5),
+        staging_adapters=rng.randint(0, 3),
+        prefetch=rng.choice([0, 1, 4, 16]),
+        watermark=rng.choice([0.0, 0.3]),
+        looks=[rng.randint(0, 9) for _ in range(8)],
+    )
+    names = "abcdefgh"
+    rules: list[tuple[int, Callable[[], None]]] = [
+        (12, lambda: machine.load(rng.choice(names), rng.choice([3, 8, 8, 20]), rng.random() < 0.3)),
+        (4, lambda: machine.unload(rng.choice(names))),
+        (2, lambda: machine.change_files(rng.choice(names), rng.random() < 0.5)),
+        (30, lambda: machine.add([rng.randrange(VOCAB)] * rng.randint(1, 30), 9, 1, rng.randrange(99))),
+        (3, lambda: machine.add([rng.randrange(VOCAB)] * 3, 60, 2, 0)),
+        (5, lambda: machine.abort(rng.randrange(99))),
+        (3, lambda: machine.fail_next(rng.choice(["read", "stage", "copy", "write"]))),
+        (30, lambda: machine.read(rng.randrange(9))),
+        (90, lambda: machine.step(rng.randint(1, 6), rng.random() < 0.5)),
+    ]
+    for _ in range(operations):
+        if machine.engine.stats().num_waiting > 20:
+            machine.step(6, reads=True)
+        rng.choices([call for _, call in rules], [weight for weight, _ in rules])[0]()
+        machine.nothing_is_wrong()
+    return machine
+
+
+@pytest.mark.parametrize(("seed", "operations"), [*((seed, 400) for seed in range(6)), (147, 1500)])
+def test_a_busy_history_mixes_nothing_up_and_leaks_nothing(seed: int, operations: int) -> None:
+    soak(seed, operations).teardown()
+
+
+@pytest.mark.slow
+def test_many_more_busy_histories() -> None:
+    for seed in range(100, 300):
+        soak(seed, 1500).teardown()
+
+
+GREEDY = SamplingParams(max_tokens=6)
+
+
+def test_a_request_whose_adapter_is_read_does_not_stop_those_behind_it() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("slow", 7)
+    first = bench.engine.add_request([1, 2], "slow", GREEDY)
+    second = bench.engine.add_request([3, 4], None, GREEDY)
+    ended: list[str] = []
+    while not ended:
+        ended = [e.request_id for e in bench.engine.step() if e.finish_reason]
+    assert ended == [second]
+    assert tokens(bench.run()[first]) == want([1, 2], 7, 6)
+
+
+def test_who_is_passed_over_is_not_overtaken_for_good() -> None:
+    bench = Bench(num_pages=40, max_batch_size=8, max_step_tokens=64)
+    bench.register("big", 9)
+    big = bench.engine.add_request([5] * 20, "big", SamplingParams(max_tokens=4))
+    ended: list[str] = []
+    while big not in ended:  # a stream of others that would fill the pool for ever
+        assert bench.engine.stats().steps < 60
+        if bench.engine.stats().num_waiting < 4:
+            bench.engine.add_request([6] * 20, None, SamplingParams(max_tokens=20))
+        if bench.engine.stats().steps > 10:
+            bench.executor.run()
+        ended += [e.request_id for e in bench.engine.step() if e.finish_reason]
+        bench.engine.check_integrity()
+
+
+@pytest.mark.parametrize("what", ["read", "stage", "copy", "write"])
+def test_a_load_that_fails_ends_its_own_requests_and_the_next_tries_again(what: str) -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("bad", 7)
+    bench.register("good", 8)
+    bench.disk.failing.append(what)
+    bad = [bench.engine.add_request([1, 2], "bad", GREEDY) for _ in range(2)]
+    events = bench.run()
+    good = bench.engine.add_request([1, 2], "good", GREEDY)
+    again = bench.engine.add_request([1, 2], "bad", GREEDY)
+    events |= bench.run()
+    for request in bad:
+        [last] = events[request]
+        assert last.finish_reason == "error"
+        assert (
+            last.error == f"adapter 'bad' could not be loaded: RuntimeError: a {what} that was told to fail"
+        )
+    assert tokens(events[good]) == want([1, 2], 8, 6)
+    assert tokens(events[again]) == want([1, 2], 7, 6)
+    assert bench.engine.stats().loading.failures == 1
+
+
+def test_a_running_request_takes_pages_back_from_an_adapter_on_its_way() -> None:
+    looks = itertools.chain([100], itertools.repeat(0))
+    bench = Bench(lambda: next(looks), num_pages=30, max_batch_size=2, max_step_tokens=16)
+    bench.register("a", 7)
+    long = bench.engine.add_request([9], None, SamplingParams(max_tokens=90))
+    for _ in range(3):
+        bench.engine.step()
+    late = bench.engine.add_request([4], "a", GREEDY)
+    events = bench.run()
+    assert tokens(events[long])[-87:] == want([9], BASE, 90)[3:]
+    assert tokens(events[late]) == want([4], 7, 6)
+    loading = bench.engine.stats().loading
+    assert loading.bytes_staged == 2 * bench.engine.adapters()[0].host_bytes, "its pages were not taken back"
+    assert bench.engine.stats().preemptions == 0
+
+
+def test_a_copy_for_pages_that_were_taken_back_is_not_written() -> None:
+    looks = itertools.chain([1], itertools.repeat(0))
+    bench = Bench(lambda: next(looks), num_pages=90, max_batch_size=2, max_step_tokens=16)
+    bench.engine.load_adapter("a", simulated_adapter(bench.engine._layout, 7, 8))
+    request = bench.engine.add_request([4], "a", GREEDY)
+    bench.engine.step()
+    store, loader, adapter = bench.engine._adapters, bench.engine._loader, bench.engine._adapters.get("a")
+    store.withdraw(adapter)
+    taken = bench.engine._pool.allocate(3, "kv")
+    assert taken
+    loader.seek(adapter, room=True, waits=True)
+    loader.transfer()
+    bench.engine._pool.release(taken)
+    assert tokens(bench.run()[request]) == want([4], 7, 6)
+    assert bench.engine.stats().adapter_loads == 1
+
+
+def test_a_prefetch_does_not_push_out_what_an_earlier_request_needs() -> None:
+    bench = Bench(num_pages=31, max_batch_size=1, max_step_tokens=16)
+    for i, name in enumerate("ab", 7):
+        bench.engine.load_adapter(name, simulated_adapter(bench.engine._layout, i, 8))
+    bench.engine.add_request([4], "a", GREEDY)
+    bench.run()
+    running = bench.engine.add_request([4], None, GREEDY)
+    for name in "ab":
+        bench.engine.add_request([4], name, GREEDY)
+    events: list[StreamEvent] = []
+    while not any(e.request_id == running and e.finish_reason for e in events):
+        assert [a.name for a in bench.engine.adapters() if a.state == "resident"] == ["a"]
+        events += bench.engine.step()
+    bench.run()
+    assert bench.engine.stats().adapter_loads == 2
+
+
+def test_a_read_does_not_drop_the_copy_that_an_earlier_request_waits_with() -> None:
+    bench = Bench(num_pages=31, max_batch_size=2, max_step_tokens=16, adapter_host_bytes=1)
+    for i, name in enumerate("ab", 7):
+        bench.register(name, i)
+    running = bench.engine.add_request([4] * 16, None, SamplingParams(max_tokens=100))
+    for _ in range(60):  # no room for an adapter beside it any more
+        bench.engine.step()
+    for name in "ab":
+        bench.engine.add_request([4], name, GREEDY)
+    events: list[StreamEvent] = []
+    while not any(e.request_id == running and e.finish_reason for e in events):
+        bench.executor.run()
+        events += bench.engine.step()
+        assert bench.disk.reads <= 1
+    bench.run()
+    assert bench.disk.reads == 2
+
+
+def test_a_read_that_ends_after_its_adapter_is_gone_leaves_nothing() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    request = bench.engine.add_request([1, 2], "a", GREEDY)
+    bench.engine.step()
+    bench.executor.run()
+    bench.engine.abort(request)
+    bench.engine.unload_adapter("a")
+    bench.engine.step()
+    bench.engine.check_integrity()
+    assert bench.engine.stats().loading.host_bytes == 0
+    assert bench.engine._adapters.host.promised == 0
+
+
+def test_files_that_changed_since_they_were_registered_are_refused() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    path = bench.register("a", 7)
+    bench.disk.folders[path] = 8, 8
+    request = bench.engine.add_request([1, 2], "a", GREEDY)
+    [event] = bench.run()[request]
+    assert "its files have changed since adapter 'a' was registered" in str(event.error)
+
+
+def test_a_reload_while_the_old_generation_is_read_serves_both() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    old = bench.engine.add_request([1, 2], "a", GREEDY)
+    bench.engine.step()
+    bench.register("a", 8)
+    new = bench.engine.add_request([1, 2], "a", GREEDY)
+    events = bench.run()
+    assert tokens(events[old]) == want([1, 2], 7, 6)
+    assert tokens(events[new]) == want([1, 2], 8, 6)
+
+
+def test_a_host_copy_that_was_dropped_is_read_again() -> None:
+    bench = Bench(
+        num_pages=30, max_batch_size=1, max_step_tokens=16, adapter_host_bytes=1, adapter_prefetch=0
+    )
+    for i in range(1, 4):
+        bench.register(f"a{i}", i)
+    for _ in range(2):
+        requests = {bench.engine.add_request([4], f"a{i}", GREEDY): i for i in range(1, 4)}
+        events = bench.run()
+        assert all(tokens(events[r]) == want([4], i, 6) for r, i in requests.items())
+    loading = bench.engine.stats().loading
+    assert (bench.disk.reads, loading.host_misses, loading.host_hits) == (6, 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "budget"), [(60, "adapter_host_bytes"), (400, "adapter_staging_bytes")]
+)
+def test_small_adapters_do_not_keep_a_large_one_from_coming_in(num_pages: int, budget: str) -> None:
+    bench = Bench(
+        lambda: 7, num_pages=num_pages, max_batch_size=4, max_step_tokens=64, **{budget: 3 * 28672 + 1}
+    )
+    bench.register("large", 1, rank=20)  # 86016 bytes; a small one has 28672
+    names = [f"a{i}" for i in range(2, 60)]
+    for i, name in enumerate(names, 2):
+        bench.register(name, i)
+    small = itertools.cycle(names)
+    for _ in range(3):
+        bench.engine.add_request([4], next(small), SamplingParams(max_tokens=1))
+    bench.engine.step()  # their reads begin
+    large = bench.engine.add_request([4], "large", GREEDY)
+    ended: list[str] = []
+    for _ in range(150):
+        for _ in range(2):
+            bench.engine.add_request([4], next(small), SamplingParams(max_tokens=1))
+            bench.executor.run()
+        ended += [e.request_id for e in bench.engine.step() if e.finish_reason]
+    assert large in ended
+
+
+def test_an_adapter_in_host_memory_is_not_read_again() -> None:
+    bench = Bench(num_pages=30, max_batch_size=1, max_step_tokens=16, adapter_prefetch=0)
+    for i in range(1, 4):
+        bench.register(f"a{i}", i)
+    for _ in range(2):
+        for i in range(1, 4):
+            bench.engine.add_request([4], f"a{i}", GREEDY)
+        bench.run()
+    loading = bench.engine.stats().loading
+    assert (bench.disk.reads, loading.host_misses, loading.host_hits) == (3, 3, 3)
+    assert bench.engine.stats().adapter_loads == 6
+    assert loading.bytes_staged == 2 * sum(a.host_bytes for a in bench.engine.adapters())
+
+
+def test_an_aborted_request_cancels_a_read_that_has_not_begun() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    request = bench.engine.add_request([1, 2], "a", GREEDY)
+    bench.engine.step()
+    assert [a.state for a in bench.engine.adapters()] == ["reading"]
+    bench.engine.abort(request)
+    bench.engine.step()
+    assert [a.state for a in bench.engine.adapters()] == ["registered"]
+    while bench.executor.run():
+        pass
+    assert bench.disk.reads == 0
+
+
+def test_waiting_requests_have_their_adapters_loaded_before_their_turn() -> None:
+    bench = Bench(num_pages=90, max_batch_size=1, max_step_tokens=16)
+    for i in range(1, 4):
+        bench.register(f"a{i}", i)
+    first = bench.engine.add_request([9], None, SamplingParams(max_tokens=30))
+    later = [bench.engine.add_request([4], f"a{i}", GREEDY) for i in range(1, 4)]
+    for _ in range(12):
+        bench.executor.run()
+        bench.engine.step()
+    assert bench.engine.stats().adapters_resident == 3
+    events = bench.run()
+    assert [tokens(events[r]) for r in later] == [want([4], i, 6) for i in range(1, 4)]
+    assert bench.engine.stats().loading.prefetches_useful == 3
+    assert bench.engine.stats().loading.wait_seconds == 0
+    assert events[first][-1].finish_reason == "length"
+
+
+def test_an_adapter_that_gave_way_comes_back_when_pages_are_free() -> None:
+    sizes = {"num_pages": 30, "max_batch_size": 2, "max_step_tokens": 32}
+    bench = Bench(**sizes, prefetch_watermark=0.2, enable_prefix_caching=False)
+    bench.register("a", 7)
+    bench.engine.add_request([4], "a", GREEDY)
+    bench.run()
+    bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))  # needs every page
+    bench.run()
+    assert bench.engine.stats().adapter_evictions == 1
+    bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
+    bench.run()
+    assert [a.state for a in bench.engine.adapters()] == ["resident"]
+    assert bench.engine.stats().loading.prefetches_useful == 0
+    bench.engine.add_request([4], "a", GREEDY)
+    bench.run()
+    assert bench.engine.stats().loading.prefetches_useful == 1
+
+
+def test_several_adapters_travel_in_one_transfer() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    transfers: list[int] = []
+    stage = bench.engine._runner.stage_adapters
+
+    def counted(copies: Any, pages: Any) -> Any:
+        transfers.append(len(copies))
+        return stage(copies, pages)
+
+    bench.engine._runner.stage_adapters = counted  # type: ignore[method-assign]
+    for i in range(1, 4):
+        made = simulated_adapter(bench.engine._layout, i, 8)
+        bench.engine.load_adapter(f"a{i}", made)
+        bench.engine.add_request([4], f"a{i}", GREEDY)
+    bench.run()
+    assert transfers == [3]
+
+
+def test_a_step_that_can_do_nothing_else_waits_for_a_load() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    waits: list[float] = []
+
+    def wait(timeout: float) -> bool:
+        waits.append(timeout)
+        return bench.executor.run() or AdapterLoader.wait(bench.engine._loader, timeout)
+
+    bench.engine._loader.wait = wait  # type: ignore[method-assign]
+    bench.engine.add_request([1, 2], "a", GREEDY)
+    bench.engine.step()
+    assert waits
+    assert max(waits) <= 0.01
+    assert bench.engine.stats().num_running == 1
+
+
+def test_host_bytes_are_those_of_the_copies_held() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    assert bench.engine.stats().loading.host_bytes == 0
+    bench.engine.add_request([1, 2], "a", GREEDY)
+    bench.run()
+    nbytes = simulated_adapter(bench.engine._layout, 7, 8).packed.nbytes
+    assert bench.engine.stats().loading.host_bytes == nbytes
+    assert bench.engine.adapters()[0].host_bytes == nbytes
+    bench.engine.unload_adapter("a")
+    assert bench.engine.stats().loading.host_bytes == 0
+
+
+def test_pages_given_as_numpy_share_one_host_copy() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    made = simulated_adapter(bench.engine._layout, 7, 8)
+    for name in "ab":
+        bench.engine.load_adapter(name, made)
+    a, b = (bench.engine._adapters.get(name) for name in "ab")
+    assert a.host is b.host
+    assert a.host is not None
+    assert np.shares_memory(np.asarray(a.host.pieces[0]), made.packed.pages)

@@ -1,0 +1,76 @@
+"""Adapters of every size come into the pool whole, by a few compiled writes, from plain or pinned memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from slora_jax.lora.transfer import AdapterTransfer
+from slora_jax.sharding.mesh import make_mesh
+from slora_jax.step import POOL_SPEC
+
+LAYERS, PAGES, ELEMS = 3, 200, 16
+SIZES = [1, 2, 3, 7, 63, 64, 65, 150]
+
+
+def make_transfer(tp: int, staged: bool) -> tuple[AdapterTransfer, jax.Array]:
+    mesh = make_mesh(tp)
+    pool = jnp.zeros((LAYERS, PAGES, tp * ELEMS), jnp.float32, device=NamedSharding(mesh, POOL_SPEC))
+    return AdapterTransfer(mesh, pool, POOL_SPEC, staged=staged), pool
+
+
+def random_pages(n: int, tp: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((LAYERS, n, tp * ELEMS)).astype(np.float32)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_pages_come_to_their_places_and_others_stay(size: int, tp: int, staged: bool) -> None:
+    transfer, pool = make_transfer(tp, staged)
+    ids = np.random.default_rng(size).permutation(np.arange(1, PAGES))[:size].tolist()
+    pages = random_pages(size, tp, seed=size)
+    [copy] = transfer.stage([transfer.host_copy(pages)], [ids])
+    copy.wait()
+    assert copy.is_ready()
+    want = np.asarray(pool).copy()
+    want[:, ids] = pages
+    np.testing.assert_array_equal(np.asarray(transfer.write(pool, copy)), want)
+
+
+def test_several_adapters_travel_together() -> None:
+    transfer, pool = make_transfer(1, staged=True)
+    sizes, places = [3, 8, 5], [[1, 2, 3], list(range(20, 28)), [9, 7, 5, 100, 40]]
+    pages = [random_pages(n, 1, seed=n) for n in sizes]
+    want = np.asarray(pool).copy()
+    for copy, ids, own in zip(
+        transfer.stage([transfer.host_copy(p) for p in pages], places), places, pages, strict=True
+    ):
+        pool = transfer.write(pool, copy)
+        want[:, ids] = own
+    np.testing.assert_array_equal(np.asarray(pool), want)
+
+
+def test_every_size_is_written_by_the_same_few_programs() -> None:
+    transfer, _ = make_transfer(1, staged=True)
+    for size in range(1, PAGES):
+        transfer.host_copy(random_pages(size, 1, seed=size))
+    assert sorted(transfer._writers) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_where_pages_are_staged_the_host_copy_is_pinned_and_its_own() -> None:
+    transfer, _ = make_transfer(1, staged=True)
+    pages = random_pages(5, 1, seed=0)
+    copy = transfer.host_copy(pages)
+    assert [p.sharding.memory_kind for p in copy.pieces if isinstance(p, jax.Array)] == ["pinned_host"] * 2
+    want, pages[:] = pages.copy(), 0
+    np.testing.assert_array_equal(np.concatenate([np.asarray(p) for p in copy.pieces], axis=1), want)
+
+
+def test_where_nothing_is_staged_the_host_copy_takes_no_memory() -> None:
+    transfer, _ = make_transfer(1, staged=False)
+    pages = random_pages(5, 1, seed=0)
+    assert all(np.shares_memory(np.asarray(p), pages) for p in transfer.host_copy(pages).pieces)

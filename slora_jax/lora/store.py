@@ -266,8 +266,8 @@ class AdapterStore:
         self._give_back(adapter)
 
     def make_room(self, pages: int) -> bool:
-        """Until `pages` are free, evict what is idle, then adapters that waiting sequences need, then withdraw
-        staged ones, the latest first; all or nothing.
+        """Until `pages` are free, evict what is idle, then adapters that waiting sequences need, then
+        withdraw staged ones, the latest first; all or nothing.
         """
         if self._reclaim.make_room(pages):
             return True

@@ -625,7 +625,7 @@ def test_waiting_requests_have_their_adapters_loaded_before_their_turn() -> None
 
 
 def test_an_adapter_that_gave_way_comes_back_when_pages_are_free() -> None:
-    sizes = {"num_pages": 30, "max_batch_size": 2, "max_step_tokens": 32}
+    sizes: dict[str, Any] = {"num_pages": 30, "max_batch_size": 2, "max_step_tokens": 32}
     bench = Bench(**sizes, prefetch_watermark=0.2, enable_prefix_caching=False)
     bench.register("a", 7)
     bench.engine.add_request([4], "a", GREEDY)

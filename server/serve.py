@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import socket
@@ -40,6 +41,8 @@ def run_server(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=2048) as listener:
         engine = AsyncEngine(engine_factory())
+        gc.collect()
+        gc.freeze()  # what lives as long as the server is not walked again: a pause in the middle of a step
         _warn_if_exposed(host, config)
         logger.info("serving on http://%s:%d", host, listener.getsockname()[1])
         uvicorn_config = uvicorn.Config(

@@ -295,7 +295,9 @@ class Engine:
             self._rewind()
             raise
         self._in_flight = launched
-        if launched is not None:
+        if launched is None:
+            self._last_plan = plan
+        else:
             self._count(plan, time.perf_counter() - started)
         events, self._undelivered = self._undelivered, []
         return events
@@ -519,9 +521,15 @@ class Engine:
             raise ValueError(
                 f"request id '{request.request_id}' is in use; ids must differ among unfinished requests"
             )
-        self._scheduler.waiting.check(request)
+        self._intake.check_room(request)
         if request.adapter is not None:
             self._adapters.acquire(request.adapter)
+        try:
+            self._scheduler.waiting.check(request)
+        except BaseException:
+            if request.adapter is not None:
+                self._adapters.release(request.adapter)
+            raise
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             self._scheduler.add(sequence)
@@ -581,8 +589,15 @@ class Engine:
         self._counters[outcome] += 1
 
     def _check_pinned(self, pinned: Set[Adapter], new: int, what: str) -> None:
-        """Raise ValueError where a request under way would not fit beside these, and `new` pages, pinned."""
+        """Raise ValueError where a request under way, or any at all, would not fit beside these, and `new`
+        pages, pinned.
+        """
         usable, pages = self._pool.num_usable, new + sum(a.num_pages for a in pinned)
+        if pages >= usable:
+            raise ValueError(
+                f"{what}: pinned adapters would take {pages} pages of {usable}, and leave none for requests: "
+                "unpin others or raise num_pages"
+            )
         for request in self._requests.values():
             own = request.adapter
             need = pages + max(self._scheduler.pages_for(s.max_len) for s in request.sequences)

@@ -195,7 +195,14 @@ class RequestIntake:
             raise ValueError(
                 f"logprobs {params.logprobs} is above the engine's max_logprobs {limits.max_logprobs}"
             )
-        length = max(self._length(tokens, params, adapter), len(tokens) + 1)
+        self._check_room(max(self._length(tokens, params, adapter), len(tokens) + 1), adapter)
+
+    def check_room(self, request: Request) -> None:
+        """Raise ValueError where a request that was checked has no room any more, as others were pinned."""
+        self._check_room(max(s.max_len for s in request.sequences), request.adapter)
+
+    def _check_room(self, length: int, adapter: Adapter | None) -> None:
+        limits = self._limits
         need = -(-length // limits.page_tokens) + (adapter.num_pages if adapter is not None else 0)
         pinned = self._adapters.pinned_pages(beside=adapter)
         if need > limits.usable_pages - pinned:

@@ -56,6 +56,10 @@ class _Account:
         """Raise LimitExceededError where a limit does not allow one more request."""
         limit, who = self.limit, f"{self.limit.kind} '{self.name}'"
         count = len(request.sequences)
+        if limit.max_queue is not None and count > limit.max_queue:
+            raise ValueError(
+                f"n={count} sequences never fit {limit.kind}_max_queue {limit.max_queue}: lower n"
+            )
         if limit.max_queue is not None and self.waiting + count > limit.max_queue:
             raise LimitExceededError(
                 f"{who} has {self.waiting} sequences waiting, and {count} more exceed "

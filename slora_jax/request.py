@@ -88,11 +88,6 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def complete(self) -> bool:
-        """No further token may be sampled (the last ones may still be on the device)."""
-        return self.num_tokens >= self.max_len
-
-    @property
     def adapter(self) -> Adapter | None:
         return self.request.adapter
 

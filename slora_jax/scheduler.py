@@ -178,8 +178,9 @@ class Scheduler:
         limits = self._limits
         if plan.prefills or len(plan.decodes) < NEARLY_FULL * limits.max_batch_size:
             return False
-        ready = itertools.islice(self.waiting, len(self._slots))
-        tokens = sum(s.remaining for s in ready)
+        with contextlib.closing(self.waiting.candidates()) as candidates:
+            following = list(itertools.islice(candidates, len(self._slots)))
+        tokens = sum(s.remaining for s in following if s.adapter is None or s.adapter.resident)
         return (
             0 < tokens < min(self._room(plan), limits.max_chunk_tokens)
             and self._delayed < limits.prefill_delay_steps

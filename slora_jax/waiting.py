@@ -12,6 +12,8 @@ from slora_jax.limits import Limit, Limits
 from slora_jax.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
 from slora_jax.request import Request, Sequence
 
+_FORGET_AT = 1024  # deadlines
+
 
 class WaitingQueue:
     """Every sequence that waits, and which is next. O(log waiting) an operation.
@@ -33,6 +35,7 @@ class WaitingQueue:
         self._waiting: dict[Sequence, bool] = {}  # -> whether it is preempted
         self._adapters: collections.Counter[str] = collections.Counter()  # of those that wait
         self._deadlines: list[tuple[float, int, Request]] = []
+        self._forget_at = _FORGET_AT
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -63,10 +66,12 @@ class WaitingQueue:
         if request.deadline_s is not None and sequence.index == 0:
             deadline = request.metrics.arrival_time + request.deadline_s
             heapq.heappush(self._deadlines, (deadline, self._numbers, request))
-        if self._early is not None:
-            self._early.add(request)
+            if len(self._deadlines) >= self._forget_at:  # requests that ended in time
+                self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+                heapq.heapify(self._deadlines)
+                self._forget_at = max(_FORGET_AT, 2 * len(self._deadlines))
         if self._limits is None or self._limits.add(sequence):
-            self._order.add(sequence)
+            self._let_through(sequence)
 
     def preempted(self, sequence: Sequence) -> None:
         """One that ran waits again."""
@@ -131,7 +136,7 @@ class WaitingQueue:
         if self._early is not None:
             self._early.forget(sequence.request)
         for follower in followers:
-            self._order.add(follower)
+            self._let_through(follower)
 
     def sampled(self, sequence: Sequence) -> None:
         """It gave a token (its first one, where the request's `first_token_time` has just been set)."""
@@ -161,6 +166,12 @@ class WaitingQueue:
             preempted = [s for s, had_run in self._waiting.items() if had_run]
             new = [s for s, had_run in self._waiting.items() if not had_run]
             self._limits.check_integrity(new, [*running, *preempted])
+
+    def _let_through(self, sequence: Sequence) -> None:
+        """No limit holds it back (any more)."""
+        self._order.add(sequence)
+        if self._early is not None and sequence.request.metrics.first_scheduled_time is None:
+            self._early.add(sequence.request)
 
     def _hold(self, sequence: Sequence) -> None:
         if self._waiting[sequence]:

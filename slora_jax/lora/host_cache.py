@@ -36,6 +36,11 @@ class HostCache:
         self._unneeded: dict[int, Adapter] = {}  # by generation, least recently used first
         self._needed: dict[int, Adapter] = {}  # by generation, in the order of their requests
 
+    @property
+    def free(self) -> int:
+        """Bytes that fit without dropping a copy."""
+        return self.budget - self.held - self.promised
+
     def put(self, adapter: Adapter, copy: HostCopy) -> None:
         """Keep a copy, and drop others where they no longer fit beside it."""
         assert adapter.host is None and not adapter.freed

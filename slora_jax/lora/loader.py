@@ -66,6 +66,7 @@ class _Transfer:
     host: HostCopy
     copy: StagedCopy | None = None
     since: float = 0.0  # monotonic time of its copy's begin
+    together: int = 0  # pages that were copied with it, its own included
 
     @property
     def valid(self) -> bool:
@@ -132,7 +133,7 @@ class AdapterLoader:
         self._transfers = [t for t in self._transfers if t.copy is not None]
         if not waiting:
             return
-        since = time.monotonic()
+        since, together = time.monotonic(), sum(len(t.pages) for t in waiting)
         try:
             copies = self._device.stage_adapters([t.host for t in waiting], [t.pages for t in waiting])
         except Exception as error:
@@ -145,7 +146,8 @@ class AdapterLoader:
             raise
         self._bytes_staged += sum(t.adapter.host_bytes for t in waiting)
         self._transfers += [
-            dataclasses.replace(t, copy=copy, since=since) for t, copy in zip(waiting, copies, strict=True)
+            dataclasses.replace(t, copy=copy, since=since, together=together)
+            for t, copy in zip(waiting, copies, strict=True)
         ]
 
     # -- between steps --
@@ -182,17 +184,18 @@ class AdapterLoader:
 
     def prefetch(self, free_pages: int) -> None:
         """Where nothing is under way, bring back the likeliest of recently evicted adapters, into at most
-        `free_pages` pages: nothing gives way for a guess.
+        `free_pages` pages: nothing gives way for a guess, in the pool or in host memory.
         """
         if self._reading or self._transfers:
             return
+        host = self._store.host
         candidates = [
             a
             for a in self._store.recently_evicted
             if not a.unloaded and a.state == "registered" and a.num_pages <= free_pages
         ]
         self._guess = max(candidates, key=lambda a: a.usage, default=None)
-        if self._guess is not None:
+        if self._guess is not None and (self._guess.host is not None or host.free >= self._guess.host_bytes):
             self.seek(self._guess, room=True, waits=False)
 
     def stats(self) -> LoadStats:
@@ -261,7 +264,8 @@ class AdapterLoader:
             elif entry.valid:
                 try:
                     self._write(entry.adapter, entry.copy)
-                    self._measured(len(entry.pages), time.monotonic() - entry.since)
+                    if entry.adapter.resident:
+                        self._measured(entry.together, time.monotonic() - entry.since)
                 except BaseException:
                     self._transfers += under_way
                     raise

@@ -157,3 +157,25 @@ def test_preempted_sequences_find_what_they_had_computed() -> None:
         assert e.stats().preemptions > 0
     assert engine.stats().prefix_hit_tokens > 0
     assert engine.stats().prompt_tokens < plain.stats().prompt_tokens
+
+
+def test_a_pin_between_the_check_of_a_request_and_its_start_is_told_not_run_into() -> None:
+    engine = engine_with(8, num_pages=30)
+    ask(engine, [1, 2], "a0")
+    stream = engine.stream([[7] * 5], None, SamplingParams(max_tokens=None))  # all that the pool holds
+    engine.pin_adapter("a0")
+    with pytest.raises(ValueError, match=r"less \d+ of pinned adapters"):
+        next(stream)
+    engine.check_integrity()
+    assert not engine.has_unfinished()
+
+
+def test_pins_that_would_leave_no_page_for_requests_are_refused() -> None:
+    engine = engine_with(*[8] * 5, num_pages=30)
+    fit = 28 // engine.adapters()[0].pages
+    for i in range(fit):
+        engine.pin_adapter(f"a{i}")
+    with pytest.raises(ValueError, match="leave none for requests"):
+        engine.pin_adapter(f"a{fit}")
+    assert sum(a.pinned for a in engine.adapters()) == fit
+    ask(engine, [3], max_tokens=2)

@@ -407,6 +407,32 @@ def test_limits_of_tenant_and_adapter_hold_together() -> None:
     assert most == {"a0": 2, "a1": 2}
 
 
+def test_those_that_a_limit_holds_back_count_as_nobodys_queue_for_early_abort() -> None:
+    served = server("early-abort", batch=8, num_pages=2000, ttft_target_s=1.0, tenant_max_concurrency=1)
+    greedy = [Arrival(0.001 * i, 4, 400, tenant="greedy") for i in range(30)]
+    others = [Arrival(2.0 + 0.05 * i, 4, 3, tenant=f"t{i}") for i in range(100)]
+    served.run(greedy + others)
+    given_up = {served.requests[int(i)].tenant for i in served.reasons}
+    assert given_up <= {"greedy"}
+
+
+def test_deadlines_of_requests_that_ended_in_time_are_forgotten() -> None:
+    served = server(batch=64, num_pages=4000)
+    for i in range(5000):
+        served.add(Arrival(served.now, 2, 1, deadline_s=1e9))
+        if i % 32 == 31:
+            while served.live:
+                served.step()
+    assert len(served.waiting._deadlines) < 2200
+
+
+def test_more_sequences_than_a_queue_takes_are_an_error_not_a_reason_to_retry() -> None:
+    served = server(tenant_max_queue=3)
+    with pytest.raises(ValueError, match="n=4 sequences never fit tenant_max_queue 3: lower n") as error:
+        served.add(Arrival(0.0, 2, 1, n=4))
+    assert not isinstance(error.value, LimitExceededError)
+
+
 def test_a_full_queue_refuses_with_the_limit_and_takes_more_when_it_has_moved() -> None:
     served = server(batch=1, tenant_max_queue=2, adapter_max_queue=1)
     (adapter,) = spread(served, 1)
@@ -447,10 +473,11 @@ def test_tokens_a_minute_count_prompt_and_output_and_refill() -> None:
 
 def test_an_engine_refuses_over_the_limit_and_forgets_the_request() -> None:
     engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16, tenant_max_queue=1)
+    engine.load_adapter("x", simulated_adapter(engine._runner.layout, 1, 8))  # type: ignore[attr-defined]
     engine.add_request([1], None, SamplingParams(max_tokens=3), tenant="a")
     with pytest.raises(LimitExceededError, match="tenant_max_queue 1"):
-        engine.add_request([1], None, SamplingParams(max_tokens=3), "mine", tenant="a")
-    engine.check_integrity()
+        engine.add_request([1], "x", SamplingParams(max_tokens=3), "mine", tenant="a")
+    engine.check_integrity()  # the refused one holds no adapter
     engine.add_request([1], None, SamplingParams(max_tokens=3), "mine", tenant="b")
     while engine.has_unfinished():
         engine.step()
@@ -638,7 +665,8 @@ class PolicyMachine(RuleBasedStateMachine):
     ) -> None:
         mine = self.adapters[adapter] if adapter < 5 else None
         arrival = Arrival(self.served.now, prompt, output, mine, tenant, priority, deadline, n)
-        with contextlib.suppress(*[LimitExceededError] * any(self.limits.values())):
+        over = (LimitExceededError, ValueError) if any(self.limits.values()) else ()  # now, or for ever
+        with contextlib.suppress(*over):
             self.served.add(arrival)
 
     @rule(pick=st.integers(0, 100))

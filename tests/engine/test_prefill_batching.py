@@ -1,0 +1,67 @@
+"""A nearly full batch lets prompts gather; beside decodes, prompts take as many tokens as fill a rung."""
+
+from __future__ import annotations
+
+from slora_jax import SamplingParams
+from slora_jax.engine import Engine
+from slora_jax.scheduler import StepPlan
+from tests.engine.test_engine_properties import simulated_engine
+
+BATCH = 20
+
+
+def filled(delay: int, **fields: int) -> Engine:
+    """An engine with 18 of 20 sequences decoding, and whatever it launches in `plans`."""
+    engine = simulated_engine(
+        num_pages=2000, max_batch_size=BATCH, prefill_delay_steps=delay, **{"max_step_tokens": 100, **fields}
+    )
+    for i in range(18):
+        engine.add_request([i], None, SamplingParams(max_tokens=300, ignore_eos=True))
+    while len(engine._scheduler.running) < 18:
+        engine.step()
+    return engine
+
+
+def admitted_after(engine: Engine, waiting: int) -> int:
+    """Steps until nobody waits."""
+    for steps in range(1, 50):
+        engine.step()
+        if engine.stats().num_waiting < waiting:
+            return steps
+    raise AssertionError("nobody was let in")
+
+
+def test_a_short_prompt_waits_so_many_steps_of_a_nearly_full_batch_and_no_more() -> None:
+    for delay in (0, 3, 8):
+        engine = filled(delay)
+        engine.add_request([5] * 9, None, SamplingParams(max_tokens=2))
+        assert admitted_after(engine, 1) == delay + 1
+
+
+def test_prompts_that_fill_a_step_do_not_wait() -> None:
+    engine = filled(8)
+    engine.add_request([5] * 90, None, SamplingParams(max_tokens=2))
+    assert admitted_after(engine, 1) == 1
+
+
+def test_a_batch_with_much_room_does_not_wait() -> None:
+    engine = simulated_engine(num_pages=500, max_batch_size=BATCH, prefill_delay_steps=8, max_step_tokens=100)
+    engine.add_request([1] * 9, None, SamplingParams(max_tokens=2))
+    assert admitted_after(engine, 1) == 1
+
+
+def test_prompts_beside_decodes_leave_the_rows_that_decodes_are_padded_to() -> None:
+    engine = filled(0, max_step_tokens=120)
+    plans: list[StepPlan] = []
+    launch = engine._runner.launch
+
+    def watched(plan: StepPlan):  # type: ignore[no-untyped-def]
+        plans.append(StepPlan(list(plan.decodes), list(plan.prefills)))
+        return launch(plan)
+
+    engine._runner.launch = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.add_request([5] * 90, None, SamplingParams(max_tokens=2))
+    for _ in range(6):
+        engine.step()
+    assert max(sum(c.count for c in p.prefills) for p in plans if p.decodes) == 120 - BATCH

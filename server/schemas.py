@@ -122,7 +122,7 @@ class SamplingBody(RequestBody):
     return_tokens_as_token_ids: bool | None = None  # vLLM's: logprobs name tokens "token_id:N"
     user: StrictStr | None = None  # the tenant, unless the header X-Tenant names it
     priority: StrictInt | None = None  # vLLM's: lower is earlier
-    deadline_s: float | None = None  # ours: not finished so many seconds after arrival, it ends with an error
+    deadline_s: float | None = None  # ours: not finished so many seconds after arrival, it is aborted
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:

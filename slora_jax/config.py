@@ -205,7 +205,8 @@ class EngineConfig:
         None, "device memory for adapters on their way into the pool; None: a 64th of the pool, at least 64M"
     )
     adapter_prefetch: int = _option(
-        16, "waiting sequences whose adapters are loaded ahead of their turn; 0 also stops guesses"
+        16,
+        "waiting sequences whose adapters are loaded ahead of their turn; 0: the next one's, and no guesses",
     )
     prefetch_watermark: float = _option(
         0.2, "share of the pool that adapters loaded on a guess must leave free"
@@ -235,7 +236,9 @@ class EngineConfig:
     priority_s: float = _option(
         10.0, "seconds of waiting that one step of a request's priority is worth (lower is earlier)"
     )
-    cluster_max_passes: int = _option(64, "with cluster: how many later sequences may go before one")
+    cluster_max_passes: int = _option(
+        64, "with cluster: how many later sequences may go before one that could run"
+    )
     ttft_target_s: float = _option(6.0, "with early-abort: seconds within which a first token is wanted")
     vtc_input_price: float = _option(1.0, "with vtc: price of a prompt token")
     vtc_output_price: float = _option(2.0, "with vtc: price of an output token")

@@ -2,7 +2,7 @@
 
 `begin` unpacks the host's input, embeds the tokens and lays out what layers need; `layer` runs one
 transformer layer over the page pool; `finish` projects the rows that sample, and samples. On a GPU
-`whole_step` makes one executable of them, with the layers unrolled, which XLA can capture in CUDA graphs. On
+`whole_step` makes one executable of them, with the layers unrolled, which XLA captures as one CUDA graph. On
 a CPU they are compiled apart and the layer's executable is called for every layer: XLA would compile each
 unrolled layer anew there, and a call costs little beside a layer's work.
 

@@ -1,10 +1,10 @@
 """Who is taken next from the sequences that wait: fcfs, cluster and vtc, all in O(log waiting) an operation.
 
 An order ranks its sequences by `Sequence.rank`: the time of arrival, later by so many seconds a step of
-priority. So a sequence overtakes only those that came at most that much earlier, and none starves. `cluster`
-takes sequences whose adapter is in the batch or resident first, but nobody is overtaken by it more than
-`max_passes` times (while an adapter is being loaded, its sequences are passed over beside that). `vtc` chooses the tenant first, and leaves the order within a tenant to one of the other
-two.
+priority. So a sequence overtakes only those that came at most that much earlier, and none starves.
+`cluster` takes sequences whose adapter is in the batch or resident first, but nobody is overtaken by it
+more than `max_passes` times (while an adapter is being loaded, its sequences are passed over beside that).
+`vtc` chooses the tenant first, and leaves the order within a tenant to one of the other two.
 """
 
 from __future__ import annotations

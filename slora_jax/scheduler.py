@@ -2,12 +2,12 @@
 
 A sequence begins behind the longest cached prefix of its tokens. A step takes every running sequence's
 decode, then prefill chunks of running sequences, then admits waiting ones in the order that the policy says
-(`waiting.py`), but for those whose adapters are still being loaded, within `max_step_tokens`. When pages run
-out, idle adapters and cached prefixes give way first (`memory/reclaim.py`), then adapters that the next ones
-wait for or that are on their way, then the sequence that was admitted last is preempted: it gives its pages
-back, and is the first to come back. The one admitted first can always take what it needs (admission checks that one request fits the
-pool), so something always moves; and as admissions stop while the next one in order does not fit, everybody's
-turn comes. Costs O(running) a step, whatever waits or is registered.
+(`waiting.py`), but for those whose adapters are still being loaded, within `max_step_tokens`. When pages
+run out, idle adapters and cached prefixes give way first (`memory/reclaim.py`), then adapters that the next
+ones wait for or that are on their way, then the sequence that was admitted last is preempted: it gives its
+pages back, and is the first to come back. The one admitted first can always take what it needs (admission
+checks that one request fits the pool), so something always moves; and as admissions stop while the next one
+in order does not fit, everybody's turn comes. Costs O(running) a step, whatever waits or is registered.
 """
 
 from __future__ import annotations

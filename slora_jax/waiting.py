@@ -18,8 +18,8 @@ _FORGET_AT = 1024  # deadlines
 class WaitingQueue:
     """Every sequence that waits, and which is next. O(log waiting) an operation.
 
-    Sequences that were preempted go first, whatever the policy: their tokens were paid for. `config` says the policy and its numbers; `clock` gives the
-    seconds that `RequestMetrics` are in.
+    Sequences that were preempted go first, whatever the policy: their tokens were paid for. `config` says
+    the policy and its numbers; `clock` gives the seconds that `RequestMetrics` are in.
     """
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:

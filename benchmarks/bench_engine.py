@@ -38,7 +38,7 @@ from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
 from slora_jax.memory.layout import GROUPS
 from slora_jax.programs import GPU_OPTIONS
-from slora_jax.scheduler import StepPlan
+from slora_jax.scheduling.scheduler import StepPlan
 
 COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
 MODELS: dict[str, dict[str, Any]] = {

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import record
+from benchmarks.virtual_server import Arrival, StepCost, VirtualServer
 from slora_jax.config import EngineConfig
 from slora_jax.lora.store import Adapter
-from slora_jax.scheduler import StepPlan
-from tests.engine.virtual_server import Arrival, StepCost, VirtualServer
+from slora_jax.scheduling.scheduler import StepPlan
 
-# Llama-2-7B on an H200 by bytes (shared/baselines.md): 3.0 ms of weights, 48 us of KV a decode row at context
+# Llama-2-7B on an H200 by bytes: 3.0 ms of weights, 48 us of KV a decode row at context
 # 400, prefill at 600 TFLOP/s, adapter pages at 4.3 TB/s from the pool and 50 GB/s from the host.
 H200 = StepCost(step=3.5e-3, decode=48e-6, prefill=23e-6, adapter_page=1e-6, loaded_page=84e-6)
 # An A10G, roughly (0.6 TB/s, 70 TFLOP/s in use): it serves a little over two requests a second.

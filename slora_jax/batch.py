@@ -25,7 +25,7 @@ from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, LoraShape
 from slora_jax.request import Sequence, seed_words
 from slora_jax.sampling import SamplingRows
-from slora_jax.scheduler import Chunk, StepPlan
+from slora_jax.scheduling.scheduler import Chunk, StepPlan
 
 Field = tuple[tuple[int, ...], np.dtype]
 Bias = list[tuple[int, float]]  # (token, what is added to its logit)

@@ -48,10 +48,10 @@ from slora_jax.outputs import (
 from slora_jax.request import DEFAULT_TENANT, Request, Sequence
 from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.scheduler import Scheduler, SchedulerLimits, StepPlan
+from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from slora_jax.scheduling.waiting import WaitingQueue
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.text import Tokenizer, load_tokenizer
-from slora_jax.waiting import WaitingQueue
 from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_model_config, resolve_model
 
 logger = logging.getLogger(__name__)

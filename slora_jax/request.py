@@ -13,6 +13,8 @@ from slora_jax.memory.prefix_cache import CachedPage
 from slora_jax.outputs import FinishReason, RequestMetrics
 from slora_jax.sampling_params import SamplingParams
 
+BASE_GENERATION = 0  # of the base model; adapters' begin at 1
+
 if TYPE_CHECKING:
     from slora_jax.text.detokenizer import IncrementalDetokenizer
 
@@ -90,6 +92,12 @@ class Sequence:
     @property
     def adapter(self) -> Adapter | None:
         return self.request.adapter
+
+    @property
+    def generation(self) -> int:
+        """Of its adapter, BASE_GENERATION without one: what its KV belongs to."""
+        adapter = self.request.adapter
+        return BASE_GENERATION if adapter is None else adapter.generation
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -31,7 +31,7 @@ from slora_jax.pallas_kernels.backend import KernelShape, select_backend
 from slora_jax.programs import Program, ProgramBuilder
 from slora_jax.request import Sequence
 from slora_jax.sampling import update_token_counts
-from slora_jax.scheduler import Chunk, StepPlan
+from slora_jax.scheduling.scheduler import Chunk, StepPlan
 from slora_jax.sharding.rules import named_sharding, partition_spec
 from slora_jax.step import POOL_SPEC, REPEATED, SlotState, StepConfig, StepOutput
 from slora_jax.weights import Progress

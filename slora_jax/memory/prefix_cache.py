@@ -24,7 +24,6 @@ from slora_jax.memory.reclaim import HolderKind, IdleHeap, Reclaimer
 if TYPE_CHECKING:
     from slora_jax.request import Sequence
 
-BASE_GENERATION = 0
 _NO_PAGE = -1
 
 
@@ -77,7 +76,7 @@ class PrefixCache:
     def match(self, sequence: Sequence) -> list[CachedPage]:
         """The longest cached prefix of a sequence that holds no pages; leaves it a token to compute."""
         found: list[CachedPage] = []
-        node = self._roots.get(_generation(sequence)) if self._shares(sequence) else None
+        node = self._roots.get(sequence.generation) if self._shares(sequence) else None
         if node is None:
             return found
         for key in self._keys(sequence, (len(sequence.tokens) - 1) // self._page_tokens):
@@ -118,7 +117,7 @@ class PrefixCache:
         full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
         if full <= done or not self._shares(sequence):
             return
-        parent = sequence.cached[-1] if done else self._root(_generation(sequence))
+        parent = sequence.cached[-1] if done else self._root(sequence.generation)
         for index, key in enumerate(self._keys(sequence, full)[done:], done):
             node = parent.children.get(key)
             if node is None:
@@ -200,7 +199,7 @@ class PrefixCache:
         assert len(self._idle_leaves) == sum(not n.users and not n.children for n in nodes)
         size = self._page_tokens
         for s in holders:
-            path: CachedPage = self._root(_generation(s)) if s.cached else CachedPage(None, b"", _NO_PAGE)
+            path: CachedPage = self._root(s.generation) if s.cached else CachedPage(None, b"", _NO_PAGE)
             for i, node in enumerate(s.cached):
                 assert node.parent is path and node.page == s.pages[i], "a sequence left its path"
                 assert node.tokens == np.asarray(s.tokens[i * size : (i + 1) * size], np.int32).tobytes()
@@ -236,10 +235,6 @@ class PrefixCache:
         self._pool.release(idle)
         self._idle_pages -= len(idle)
         self.num_pages -= len(idle)
-
-
-def _generation(sequence: Sequence) -> int:
-    return BASE_GENERATION if sequence.adapter is None else sequence.adapter.generation
 
 
 def _below(root: CachedPage | None) -> Iterator[CachedPage]:

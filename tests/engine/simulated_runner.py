@@ -21,7 +21,7 @@ from slora_jax.lora.packing import PackedAdapter
 from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES, PageLayout
 from slora_jax.pallas_kernels.backend import XLA
-from slora_jax.scheduler import Chunk, StepPlan
+from slora_jax.scheduling.scheduler import Chunk, StepPlan
 
 BASE = 0
 

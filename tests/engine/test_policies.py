@@ -21,12 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from benchmarks.virtual_server import Arrival, StepCost, VirtualServer
 from slora_jax import EngineConfig, LimitExceededError, SamplingParams
 from slora_jax.lora.store import Adapter
 from slora_jax.request import Request
 from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
 from tests.engine.test_engine_properties import VOCAB, simulated_engine
-from tests.engine.virtual_server import Arrival, StepCost, VirtualServer
 
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort", "vtc+cluster", "vtc+cluster+early-abort")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
-from slora_jax.scheduler import StepPlan
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.test_engine_properties import simulated_engine
 
 BATCH = 20

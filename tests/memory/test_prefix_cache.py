@@ -203,14 +203,10 @@ def test_random_histories(operations: list[tuple[str, int, list[int]]]) -> None:
             cache.end(busy)
         elif operation == "evict":
             assert cache.reclaim.make_room(min(n % 30, cache.pool.num_free + cache.reclaim.idle_pages))
-        elif operation == "drop" and all(_generation(s) != n % 3 for s in cache.running):
+        elif operation == "drop" and all(s.generation != n % 3 for s in cache.running):
             cache.prefixes.drop(n % 3)
         cache.check()
     while cache.running:
         cache.end(cache.running[0])
     cache.prefixes.clear()
     assert cache.pool.num_free == cache.pool.num_usable
-
-
-def _generation(sequence: Sequence) -> int:
-    return 0 if sequence.adapter is None else sequence.adapter.generation

@@ -26,8 +26,8 @@ from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.outputs import FinishReason, RequestMetrics
 from slora_jax.request import DEFAULT_TENANT, Request, Sequence
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.scheduler import Scheduler, SchedulerLimits, StepPlan
-from slora_jax.waiting import WaitingQueue
+from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from slora_jax.scheduling.waiting import WaitingQueue
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from slora_jax.errors import LimitExceededError
-from slora_jax.policies import RankHeap
 from slora_jax.request import Request, Sequence
+from slora_jax.scheduling.policies import RankHeap
 
 _QUEUE_RETRY_S = 1.0  # a full queue moves with the next sequence that ends
 

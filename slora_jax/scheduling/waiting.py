@@ -7,10 +7,10 @@ import heapq
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from slora_jax.config import EngineConfig
-from slora_jax.early_abort import EarlyAbort
-from slora_jax.limits import Limit, Limits
-from slora_jax.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
 from slora_jax.request import Request, Sequence
+from slora_jax.scheduling.early_abort import EarlyAbort
+from slora_jax.scheduling.limits import Limit, Limits
+from slora_jax.scheduling.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
 
 _FORGET_AT = 1024  # deadlines
 

@@ -24,7 +24,7 @@ from slora_jax.lora.store import AdapterStore
 from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.request import Sequence
-from slora_jax.waiting import WaitingQueue
+from slora_jax.scheduling.waiting import WaitingQueue
 
 NEARLY_FULL = 0.9  # of max_batch_size
 
@@ -319,13 +319,8 @@ class Scheduler:
     def _commit(self, plan: StepPlan) -> StepPlan:
         for chunks in (plan.decodes, plan.prefills):
             # An adapter's tokens lie side by side, so that kernels read its weights once.
-            chunks.sort(key=_generation)
+            chunks.sort(key=lambda chunk: chunk.sequence.generation)
         for chunk in plan:
             chunk.sequence.num_computed += chunk.count
             chunk.sequence.pending += chunk.samples
         return plan
-
-
-def _generation(chunk: Chunk) -> int:
-    adapter = chunk.sequence.request.adapter
-    return 0 if adapter is None else adapter.generation

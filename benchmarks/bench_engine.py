@@ -56,9 +56,9 @@ MAX_MODEL_LEN = 1040
 WARM_UP = 300  # requests
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARES = {  # kernels of a profile by what they do
+    "lora": r"lora",
+    "attention": r"decode_mosaic|merge_decode|prefill",
     "gemm": r"gemm|nvjet|cutlass|xmma|dot|cublas",
-    "attention": r"attention|attend|prefill|merge",
-    "lora": r"lora|shrink|expand",
 }
 
 

@@ -72,7 +72,7 @@ def record(
         "commit": commit(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         **extra,
     }
     RESULTS.mkdir(exist_ok=True)

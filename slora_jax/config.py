@@ -248,10 +248,14 @@ class EngineConfig:
         metadata={"help": "with vtc: a tenant's share, 1 for those not named; may be given again"},
     )
     tenant_max_concurrency: int | None = _option(None, "sequences of one tenant that may run at once")
-    tenant_tokens_per_minute: int | None = _option(None, "prompt and output tokens of one tenant a minute")
+    tenant_tokens_per_minute: int | None = _option(
+        None, "tokens of one tenant a minute: a prompt counts when it comes, outputs as they are made"
+    )
     tenant_max_queue: int | None = _option(None, "sequences of one tenant that may wait; more are refused")
     adapter_max_concurrency: int | None = _option(None, "sequences of one adapter that may run at once")
-    adapter_tokens_per_minute: int | None = _option(None, "prompt and output tokens of one adapter a minute")
+    adapter_tokens_per_minute: int | None = _option(
+        None, "tokens of one adapter a minute: a prompt counts when it comes, outputs as they are made"
+    )
     adapter_max_queue: int | None = _option(None, "sequences of one adapter that may wait; more are refused")
 
     def __post_init__(self) -> None:

@@ -75,7 +75,7 @@ class ModelRunner:
         max_model_len: int,
         params: dict[str, jax.Array],
     ) -> None:
-        self._mesh = mesh
+        self._mesh, self._layout = mesh, layout
         device = mesh.devices.flat[0]
         capability = getattr(device, "compute_capability", None)
         # A CPU has nothing to copy, and that copy's callback aborts an exiting process (jaxlib 0.11.2).
@@ -175,9 +175,10 @@ class ModelRunner:
             found = self._programs[shape] = self._builder.build(shape)
             self.compilations += 1
             logger.info(
-                "compiled a step of %d decodes and %d prompt tokens, %s adapters, in %.1f s",
+                "compiled a step of %d decodes and %d prompt tokens, contexts to %d, %s adapters, in %.1f s",
                 shape.decode_rows,
                 shape.prefill_tokens,
+                shape.pages * self._layout.page_tokens,
                 "with" if shape.lora else "without",
                 time.perf_counter() - started,
             )
@@ -193,15 +194,22 @@ class ModelRunner:
         return self._batches.expect(lora_groups)
 
     def compile(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
-        """Compile the programs of shapes in threads; `progress("compiling", done, total)`."""
+        """Compile the programs of shapes in threads; `progress("compiling", done, total)`.
+
+        Broken off (Ctrl-C), it waits for those under way only.
+        """
         todo = [s for s in dict.fromkeys(shapes) if s not in self._programs]
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
+        try:
             futures = {pool.submit(self._builder.build, shape): shape for shape in todo}
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 self._programs[futures[future]] = future.result()
                 self.compilations += 1
+                logger.info("compiled %d of %d steps", done, len(todo))
                 if progress is not None:
                     progress("compiling", done, len(todo))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     @property
     def pool(self) -> jax.Array:

@@ -96,7 +96,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _help(text: str, default: Any) -> str:
-    text = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: "--" + name[0].replace("_", "-"), text)
+    text = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b(?!\.)", lambda name: "--" + name[0].replace("_", "-"), text)
     text = text.replace("None:", "default:").replace("%", "%%")
     return text if default is None or default == [] or isinstance(default, bool) else f"{text} (%(default)s)"
 

@@ -150,7 +150,7 @@ class VirtualServer:
 
     def give_up_overdue(self) -> None:
         """What an engine does before it schedules."""
-        for request, reason in self.waiting.overdue():
+        for request, reason in self.waiting.overdue(idle=not self.scheduler.running):
             self.abort(request, reason)
 
     def step(self, schedule: Callable[[], StepPlan] | None = None) -> StepPlan:

@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    StrictFloat,
     StrictInt,
     StrictStr,
     model_serializer,
@@ -122,7 +123,7 @@ class SamplingBody(RequestBody):
     return_tokens_as_token_ids: bool | None = None  # vLLM's: logprobs name tokens "token_id:N"
     user: StrictStr | None = None  # the tenant, unless the header X-Tenant names it
     priority: StrictInt | None = None  # vLLM's: lower is earlier
-    deadline_s: float | None = None  # ours: not finished so many seconds after arrival, it is aborted
+    deadline_s: StrictFloat | None = None  # ours: not finished so many seconds after arrival, it is aborted
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:

@@ -266,6 +266,10 @@ class EngineConfig:
         names = as_list("EngineConfig: pinned_adapters", self.pinned_adapters, "a list of adapters' names")
         names = [as_kind("EngineConfig: a name in pinned_adapters", name, str) for name in names]
         object.__setattr__(self, "pinned_adapters", tuple(names))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and field.name != "seed":
+                _check(value < _INTEGERS, f"{field.name} must be below 2^48, got {value}")
         positive = (
             "max_batch_size",
             "max_step_tokens",
@@ -341,10 +345,10 @@ class EngineConfig:
                 _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
         for name in ("ttft_target_s", "vtc_output_price"):
             value = getattr(self, name)
-            _check(0 < value < math.inf, f"{name} must be above 0, got {value}")
+            _check(0 < value <= _LARGEST, f"{name} must be above 0 and at most {_LARGEST:g}, got {value}")
         for name in ("priority_s", "vtc_input_price", "cluster_max_passes"):
             value = getattr(self, name)
-            _check(0 <= value < math.inf, f"{name} must not be negative, got {value}")
+            _check(0 <= value <= _LARGEST, f"{name} must be in [0, {_LARGEST:g}], got {value}")
         _check(
             isinstance(self.tenant_weights, Mapping),
             f"tenant_weights must map tenants to weights, got {self.tenant_weights!r}",
@@ -356,8 +360,15 @@ class EngineConfig:
             for name, weight in self.tenant_weights.items()
         }
         for name, weight in weights.items():
-            _check(0 < weight < math.inf, f"tenant_weights[{name!r}] must be above 0, got {weight}")
+            _check(
+                1 / _LARGEST <= weight <= _LARGEST,
+                f"tenant_weights[{name!r}] must be in [{1 / _LARGEST:g}, {_LARGEST:g}], got {weight}",
+            )
         object.__setattr__(self, "tenant_weights", weights)
+
+
+_LARGEST = 1e9  # price, weight, seconds
+_INTEGERS = 2**48
 
 
 def _check(ok: bool, message: str) -> None:

@@ -284,7 +284,7 @@ class Engine:
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
         started = time.perf_counter()
-        for request, reason in self._scheduler.waiting.overdue():
+        for request, reason in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
             self._undelivered += self._abort(request, reason)
         try:
             plan = self._schedule()

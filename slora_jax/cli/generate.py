@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from slora_jax.cli.errors import reading_input
+from slora_jax.cli.errors import InputError, reading_input
 from slora_jax.cli.flags import (
     SAMPLING_HELP,
     SAMPLING_SKIP,
@@ -23,6 +23,7 @@ from slora_jax.cli.flags import (
 )
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
+from slora_jax.errors import LimitExceededError
 from slora_jax.outputs import FinishReason, StreamEvent, TokenLogprobs
 from slora_jax.sampling_params import SamplingParams
 
@@ -199,10 +200,11 @@ def run(args: argparse.Namespace) -> int:
     answers = [
         _Answer(i, k, q.prompt, q.adapter_id) for i, q in enumerate(questions) for k in range(params.n)
     ]
-    if args.stream:
-        _print_stream(events, answers, as_json=args.json, as_text=engine.tokenizer is not None)
-    else:
-        _print_whole(events, answers, as_json=args.json, as_text=engine.tokenizer is not None)
+    show = _print_stream if args.stream else _print_whole
+    try:
+        show(events, answers, as_json=args.json, as_text=engine.tokenizer is not None)
+    except LimitExceededError as error:  # of the flags; raised where the requests are queued
+        raise InputError(str(error)) from error
     return int(any(answer.error for answer in answers))
 
 

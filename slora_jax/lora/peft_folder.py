@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from slora_jax.errors import AdapterError
@@ -85,9 +86,15 @@ def find_adapters(folder: str | os.PathLike[str]) -> dict[str, Path]:
         children = sorted(entry.name for entry in entries)
     if any(name in children for name in names):
         return {root.resolve().name: root}
-    found = {
-        child: root / child for child in children if any((root / child / name).exists() for name in names)
-    }
+    found = {child: root / child for child in children if _may_be_adapter(root / child, names)}
     if not found:
         raise ValueError(f"{root}: neither it nor a folder in it holds {CONFIG_FILE} or {WEIGHTS_FILE}")
     return found
+
+
+def _may_be_adapter(folder: Path, names: Sequence[str]) -> bool:
+    """Whether it holds one of these files, or cannot be looked into: reading it then says why."""
+    try:
+        return any((folder / name).exists() for name in names)
+    except PermissionError:
+        return True

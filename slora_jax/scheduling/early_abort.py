@@ -100,10 +100,14 @@ class EarlyAbort:
         assert metrics.first_token_time is not None and metrics.first_scheduled_time is not None
         self._first_token.add(metrics.first_token_time - metrics.first_scheduled_time)
 
-    def late(self, now: float) -> Iterator[tuple[Request, str]]:
-        """Take out the requests to give up, each with the reason. Once a step, before any is admitted."""
+    def late(self, now: float, *, idle: bool) -> Iterator[tuple[Request, str]]:
+        """Take out the requests to give up, each with the reason. Once a step, before any is admitted.
+
+        `idle`: nothing runs, so what first tokens took before (a step that compiled, a full batch) says
+        little; who is in time by now is served, and measured anew.
+        """
         self._measure(now)
-        room = self._target - self._first_token.value
+        room = self._target if idle else self._target - self._first_token.value
         keep = len(self._waiting)
         if self._service.observed >= self._target and self._arrivals.value >= self._service.upper:
             keep = max(1, int(self._service.upper * room))

@@ -118,8 +118,14 @@ class Limits:
                 account.tokens -= 1
 
     def ended(self, sequence: Sequence, waiting: bool) -> list[Sequence]:
-        """It ended, while `waiting` to be admitted or after that. Those that are let through in its place."""
+        """It ended, while `waiting` to be admitted or after that. Those that are let through in its place.
+
+        The prompt of a request whose first sequence was never admitted is not charged.
+        """
         accounts = self._of(sequence.request)
+        if waiting and sequence.index == 0:
+            for account in accounts:
+                account.tokens += len(sequence.request.prompt_token_ids)
         parked_by = self._parked.pop(sequence, None)
         for account in accounts:
             account.waiting -= waiting

@@ -146,15 +146,17 @@ class WaitingQueue:
         if self._early is not None and sequence.request.metrics.num_output_tokens == 1:
             self._early.first_token(sequence.request)
 
-    def overdue(self) -> list[tuple[Request, str]]:
-        """Requests, waiting or running, that are to be ended now, each with the reason."""
+    def overdue(self, *, idle: bool) -> list[tuple[Request, str]]:
+        """Requests, waiting or running, that are to be ended now, each with the reason; `idle`: none runs."""
         now, found = self._clock(), []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if not request.finished:
                 found.append((request, f"not finished within its deadline_s of {request.deadline_s:g} s"))
         if self._early is not None:
-            found += [(request, why) for request, why in self._early.late(now) if not request.finished]
+            found += [
+                (request, why) for request, why in self._early.late(now, idle=idle) if not request.finished
+            ]
         return found
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:

@@ -362,6 +362,17 @@ def test_the_more_overload_the_fresher_are_those_that_early_abort_serves() -> No
     assert medians[1] < 0.5
 
 
+def test_one_slow_first_token_does_not_make_early_abort_refuse_an_idle_server_for_ever() -> None:
+    served = server("early-abort", batch=4, num_pages=2000, ttft_target_s=0.5, cost=StepCost(step=0.01))
+    served.run([Arrival(0.1 * i, 4, 2) for i in range(50)])
+    served.cost = StepCost(step=2.0)  # it compiles
+    served.run([Arrival(served.now, 4, 2)])
+    served.cost = StepCost(step=0.01)
+    start = served.now
+    served.run([Arrival(start + 0.5 * i, 4, 2) for i in range(20)])
+    assert not served.reasons
+
+
 def test_early_abort_never_gives_up_what_has_begun() -> None:
     served = server("early-abort", batch=4, num_pages=30, ttft_target_s=0.5)  # pages for preemptions
     served.run(Arrival(0.05 * i, 8, 40) for i in range(60))
@@ -471,6 +482,15 @@ def test_tokens_a_minute_count_prompt_and_output_and_refill() -> None:
     )  # longer than a minute's tokens, yet not for ever refused
 
 
+def test_a_prompt_that_was_never_run_is_not_charged() -> None:
+    served = server(batch=1, tenant_tokens_per_minute=100)
+    served.add(Arrival(0.0, 4, 30, tenant="other"))
+    served.step()
+    for _ in range(5):
+        served.abort(served.add(Arrival(served.now, 60, 1, tenant="a")), "by the user")
+    served.add(Arrival(served.now, 90, 1, tenant="a"))
+
+
 def test_an_engine_refuses_over_the_limit_and_forgets_the_request() -> None:
     engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16, tenant_max_queue=1)
     engine.load_adapter("x", simulated_adapter(engine._runner.layout, 1, 8))  # type: ignore[attr-defined]
@@ -489,11 +509,14 @@ def test_an_engine_refuses_over_the_limit_and_forgets_the_request() -> None:
     [
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs, cluster, vtc, early-abort"),
         ({"scheduling_policy": ""}, "scheduling_policy must be one of"),
+        ({"tenant_weights": {"a": 5e-324}}, r"tenant_weights\['a'\] must be in"),
+        ({"vtc_output_price": 1e308}, "vtc_output_price must be above 0 and at most 1e"),
+        ({"adapter_prefetch": 2**63}, r"adapter_prefetch must be below 2\^48"),
         ({"tenant_max_queue": 0}, "tenant_max_queue must be at least 1 or None"),
         ({"adapter_tokens_per_minute": -1}, "adapter_tokens_per_minute must be at least 1 or None"),
         ({"ttft_target_s": 0.0}, "ttft_target_s must be above 0"),
-        ({"cluster_max_passes": -1}, "cluster_max_passes must not be negative"),
-        ({"tenant_weights": {"a": 0.0}}, r"tenant_weights\['a'\] must be above 0"),
+        ({"cluster_max_passes": -1}, "cluster_max_passes must be in"),
+        ({"tenant_weights": {"a": 0.0}}, r"tenant_weights\['a'\] must be in"),
         ({"tenant_weights": [("a", 1)]}, "tenant_weights must map tenants to weights"),
     ],
 )

@@ -96,8 +96,13 @@ def shape(dims: Sequence[int], dtype: Any, mesh: Mesh | None = None) -> jax.Shap
     return jax.ShapeDtypeStruct(tuple(dims), dtype, sharding=sharding)
 
 
-def compile_for_h200(fn: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> jax.stages.Compiled:
-    """Compile `fn` for arguments made by `shape` (or pytrees of them), always anew.
+def compile_for_h200(
+    fn: Callable[..., Any],
+    *args: Any,
+    donate: Sequence[int] = (),
+    options: dict[str, Any] | None = None,
+) -> jax.stages.Compiled:
+    """Compile `fn` for arguments made by `shape` (or pytrees of them), always anew, with XLA `options`.
 
     The persistent cache is off meanwhile: what it holds for a GPU cannot be read back where there is none.
     """
@@ -105,7 +110,7 @@ def compile_for_h200(fn: Callable[..., Any], *args: Any, donate: Sequence[int] =
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
-        return jax.jit(fn, donate_argnums=tuple(donate)).lower(*args).compile()
+        return jax.jit(fn, donate_argnums=tuple(donate)).lower(*args).compile(options)
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()

@@ -36,7 +36,7 @@ Result = tuple[jax.Array, SlotState, StepOutput]
 # How XLA compiles for a GPU. A step is one CUDA graph: without "CONDITIONAL" and "WHILE" the sampler's
 # conditionals cut it into several, and the host waits for the device at each. GEMMs are cuBLASLt's, which
 # XLA tries on the device; its Triton GEMMs would take long to compile.
-GPU_OPTIONS = {
+GPU_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     ),

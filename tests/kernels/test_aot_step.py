@@ -1,8 +1,9 @@
-"""A whole step of the engine on the Mosaic kernels, compiled for an H200: the pool is updated in place."""
+"""A whole step of the engine on the Mosaic kernels, compiled for an H200: one graph, the pool in place."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from slora_jax.models.llama import Llama, model_specs
 from slora_jax.models.rope import Rope
 from slora_jax.pallas_kernels import aot
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
+from slora_jax.programs import GPU_OPTIONS
 from slora_jax.step import POOL_SPEC, REPEATED, ModuleLeaves, SlotState, StepConfig, whole_step
 
 pytestmark = pytest.mark.aot
@@ -27,7 +29,9 @@ LLAMA_8B = ModelConfig(32000, 4096, 2, 32, 8, 128, 14336, 4096)
 
 @pytest.mark.parametrize("config", [LLAMA_7B, LLAMA_8B], ids=["mha", "gqa"])
 @pytest.mark.parametrize("prefill_tokens", [0, 512])
-def test_a_step_makes_no_copy_of_the_pool(config: ModelConfig, prefill_tokens: int) -> None:
+def test_a_step_is_one_graph_and_makes_no_copy_of_the_pool(
+    config: ModelConfig, prefill_tokens: int, tmp_path: Path
+) -> None:
     layout = PageLayout.for_model(config, 16, 1)
     mesh = aot.h200_mesh()
     params = {n: aot.shape(s.shape, jnp.bfloat16) for n, s in model_specs(config, 1).items()}
@@ -66,9 +70,10 @@ def test_a_step_makes_no_copy_of_the_pool(config: ModelConfig, prefill_tokens: i
     )
     slots: Any = SlotState(*(aot.shape(s, jnp.int32) for s in ((256,), (256, config.vocab_size))))  # type: ignore[arg-type]
     packed = aot.shape((shape.packed_size,), jnp.int32)
-    compiled = aot.compile_for_h200(
-        mapped, ends.leaves, [m.leaves for m in layers], pool, slots, packed, donate=(2, 3)
-    )
+    options = GPU_OPTIONS | {"xla_dump_to": str(tmp_path)}
+    args = ends.leaves, [m.leaves for m in layers], pool, slots, packed
+    compiled = aot.compile_for_h200(mapped, *args, donate=(2, 3), options=options)
+    assert aot.command_buffers(tmp_path) == 1
     pool_bytes = 2 * pool.size
     assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes  # type: ignore[union-attr]
     assert aot.large_temporaries(compiled) < pool_bytes / 2

@@ -292,8 +292,10 @@ class GgufSource(MatrixSource):
         try:
             values: Array = dequantize(raw, tensor.tensor_type)
         except NotImplementedError as error:
-            raise CheckpointError(f"{self._path}: tensor '{name}' has type {tensor.tensor_type.name}, "
-                                  "which the gguf package cannot dequantise") from error  # fmt: skip
+            raise CheckpointError(
+                f"{self._path}: tensor '{name}' has type {tensor.tensor_type.name}, which the gguf package "
+                "cannot dequantise: upgrade it, or give a file in another quantisation"
+            ) from error
         values = values[..., start - first * block : stop - first * block]
         if (e := self._head_dims.get(name)) is not None:  # [heads, e/2, 2, d] -> [heads, 2, e/2, d]
             values = values.reshape(-1, e // 2, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)

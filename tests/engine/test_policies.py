@@ -515,8 +515,8 @@ def test_an_engine_refuses_over_the_limit_and_forgets_the_request() -> None:
         ({"tenant_max_queue": 0}, "tenant_max_queue must be at least 1 or None"),
         ({"adapter_tokens_per_minute": -1}, "adapter_tokens_per_minute must be at least 1 or None"),
         ({"ttft_target_s": 0.0}, "ttft_target_s must be above 0"),
-        ({"cluster_max_passes": -1}, "cluster_max_passes must be in"),
-        ({"tenant_weights": {"a": 0.0}}, r"tenant_weights\['a'\] must be in"),
+        ({"cluster_max_passes": -1}, r"cluster_max_passes must be in \[0, 1e\+09\], got -1"),
+        ({"tenant_weights": {"a": 0.0}}, r"tenant_weights\['a'\] must be in \[1e-09, 1e\+09\]"),
         ({"tenant_weights": [("a", 1)]}, "tenant_weights must map tenants to weights"),
     ],
 )

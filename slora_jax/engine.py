@@ -12,26 +12,20 @@ import functools
 import logging
 import os
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import jax
 import jax.numpy as jnp
 
-from slora_jax.checks import as_kind
 from slora_jax.compile_cache import enable_compile_cache
 from slora_jax.completion import OutputCollector, accept_token, end
 from slora_jax.config import EngineConfig, ModelConfig
-from slora_jax.errors import AdapterError
 from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
-from slora_jax.lora.packing import AdapterShape, PackedAdapter, pack_adapter
-from slora_jax.lora.peft import promised_ranks, read_adapter
-from slora_jax.lora.peft_folder import FolderStamp, folder_stamp
-from slora_jax.lora.store import Adapter, AdapterStore
-from slora_jax.lora.transfer import HostCopy
+from slora_jax.lora.registry import AdapterRegistry
+from slora_jax.lora.store import AdapterStore
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -103,18 +97,28 @@ class Engine:
             prefill_delay_steps=config.prefill_delay_steps,
             lookahead=max(1, config.adapter_prefetch),
         )
-        layout, itemsize = self._layout, jnp.dtype(config.dtype).itemsize
-        self._page_bytes = layout.n_layers * layout.tp * layout.page_elems * itemsize
-        staging = config.adapter_staging_bytes or max(_STAGING_BYTES, size.num_pages * self._page_bytes // 64)
+        layout, dtype = self._layout, jnp.dtype(config.dtype)
+        page_bytes = layout.n_layers * layout.tp * layout.page_elems * dtype.itemsize
+        self._requests: dict[str, Request] = {}
+        self._registry = AdapterRegistry(
+            self._adapters,
+            model_config,
+            layout,
+            dtype=dtype,
+            max_rank=config.max_lora_rank,
+            usable_pages=self._pool.num_usable,
+            page_bytes=page_bytes,
+            host_copy=self._runner.host_copy,
+            requests=self._requests,
+        )
         self._loader = AdapterLoader(
             self._adapters,
             self._runner,
-            self.prepare_adapter,
-            staging_bytes=staging,
+            self._registry.prepare,
+            staging_bytes=config.adapter_staging_bytes
+            or max(_STAGING_BYTES, size.num_pages * page_bytes // 64),
             measured=functools.partial(self._reclaim.costs.measured, "adapter"),
         )
-        # Adapters given from memory may be registered under many names, and share one host copy.
-        self._copies: weakref.WeakKeyDictionary[PackedAdapter, HostCopy] = weakref.WeakKeyDictionary()
         self._scheduler = Scheduler(
             limits,
             self._reclaim,
@@ -124,7 +128,6 @@ class Engine:
             WaitingQueue(config, time.monotonic),
         )
         eos = {*model_config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}
-        self._requests: dict[str, Request] = {}
         self._intake = RequestIntake(
             RequestLimits(
                 vocab_size=model_config.vocab_size,
@@ -310,12 +313,7 @@ class Engine:
 
     def prepare_adapter(self, path: str | os.PathLike[str]) -> PreparedAdapter:
         """Read, validate and pack a PEFT folder: the slow half of `load_adapter`. Safe in any thread."""
-        stamp = folder_stamp(path)
-        adapter = read_adapter(path, self.model_config, max_rank=self.config.max_lora_rank)
-        packed = pack_adapter(adapter, self._layout, jnp.dtype(self.config.dtype))
-        if folder_stamp(path) != stamp:
-            raise AdapterError(f"{stamp.folder}: its files changed while they were read; load it again")
-        return PreparedAdapter(os.fspath(path), packed, stamp, self._runner.host_copy(packed.pages))
+        return self._registry.prepare(path)
 
     def load_adapter(
         self, name: str, path: str | os.PathLike[str] | PreparedAdapter, *, replace: bool = False
@@ -327,14 +325,7 @@ class Engine:
         not change meanwhile. Raises AdapterError with the reason, AdapterExistsError, or ValueError for one
         that no pool of this size could hold.
         """
-        _check_name(name)
-        prepared = path if isinstance(path, PreparedAdapter) else self.prepare_adapter(path)
-        self._check_size(name, prepared.packed.shape)
-        host = prepared.host
-        if host is None:
-            host = self._copies.get(prepared.packed) or self._runner.host_copy(prepared.packed.pages)
-            self._copies[prepared.packed] = host
-        return self._register(name, prepared.path, prepared.packed.shape, prepared.stamp, host, replace)
+        return self._registry.load(name, path, replace=replace)
 
     def register_adapter(
         self, name: str, path: str | os.PathLike[str], *, replace: bool = False
@@ -345,11 +336,7 @@ class Engine:
         Its weights are read when a request first needs them. Where they are then refused, requests for it end
         with an "error" that says why.
         """
-        _check_name(name)
-        ranks = promised_ranks(path, self.model_config, max_rank=self.config.max_lora_rank)
-        shape = AdapterShape(self._layout.adapter(ranks), max(ranks.values()), tuple(ranks))
-        self._check_size(name, shape)
-        return self._register(name, os.fspath(path), shape, folder_stamp(path), None, replace)
+        return self._registry.register(name, path, replace=replace)
 
     def pin_adapter(self, name: str) -> AdapterInfo:
         """Keep an adapter's pages in the pool from its next use on, until it is unpinned or unloaded.
@@ -357,24 +344,19 @@ class Engine:
         What is loaded under the name later stays pinned. Raises UnknownAdapterError, or ValueError where
         requests under way would not fit beside what is pinned.
         """
-        adapter = self._adapters.get(name)
-        self._check_pinned(self._adapters.pinned | {adapter}, 0, f"adapter '{name}' cannot be pinned")
-        self._adapters.set_pinned(adapter, True)
-        return self._adapters.info(adapter)
+        return self._registry.pin(name)
 
     def unpin_adapter(self, name: str) -> AdapterInfo:
         """Let an adapter's pages go to others when nobody uses it. Raises UnknownAdapterError."""
-        adapter = self._adapters.get(name)
-        self._adapters.set_pinned(adapter, False)
-        return self._adapters.info(adapter)
+        return self._registry.unpin(name)
 
     def unload_adapter(self, name: str) -> None:
         """Forget a name at once; memory is freed when the requests that use it have ended."""
-        self._adapters.unregister(name)
+        self._registry.unload(name)
 
     def adapters(self) -> list[AdapterInfo]:
         """Every adapter that is registered or still draining."""
-        return [self._adapters.info(a) for a in self._adapters]
+        return self._registry.infos()
 
     # -- state --
 
@@ -418,7 +400,7 @@ class Engine:
         Those with LoRA are compiled for the modules that the registered adapters target, for all modules
         where none is registered.
         """
-        targets = {m for a in self._adapters for m in a.shape.target_modules} or set(MODULES)
+        targets = self._registry.target_modules() or set(MODULES)
         self._runner.warmup((i for i, group in enumerate(GROUPS) if targets & set(group)), progress)
 
     def reset_prefix_cache(self) -> None:
@@ -489,32 +471,6 @@ class Engine:
             for request in [r for r in self._requests.values() if r.adapter is adapter]:
                 self._undelivered += self._end(request, "error", reason)
         return bool(failures)
-
-    def _register(
-        self,
-        name: str,
-        path: str,
-        shape: AdapterShape,
-        stamp: FolderStamp | None,
-        host: HostCopy | None,
-        replace: bool,
-    ) -> AdapterInfo:
-        old = self._adapters.find(name) if replace else None
-        if old is not None and old.pinned:
-            rest = self._adapters.pinned - {old}
-            self._check_pinned(rest, shape.layout.num_pages, f"adapter '{name}' is pinned")
-        nbytes = shape.layout.num_pages * self._page_bytes
-        return self._adapters.info(
-            self._adapters.register(name, path, shape, nbytes, stamp, host, replace=replace)
-        )
-
-    def _check_size(self, name: str, shape: AdapterShape) -> None:
-        need = shape.layout.num_pages
-        if need >= self._pool.num_usable:
-            raise ValueError(
-                f"adapter '{name}' needs {need} pages, the pool has {self._pool.num_usable}: "
-                "raise num_pages or pool_bytes"
-            )
 
     def _enqueue(self, request: Request) -> None:
         if request.request_id in self._requests:
@@ -588,27 +544,6 @@ class Engine:
         outcome = "failed" if "error" in reasons else "aborted" if "abort" in reasons else "finished"
         self._counters[outcome] += 1
 
-    def _check_pinned(self, pinned: Set[Adapter], new: int, what: str) -> None:
-        """Raise ValueError where a request under way, or any at all, would not fit beside these, and `new`
-        pages, pinned.
-        """
-        usable, pages = self._pool.num_usable, new + sum(a.num_pages for a in pinned)
-        if pages >= usable:
-            raise ValueError(
-                f"{what}: pinned adapters would take {pages} pages of {usable}, and leave none for requests: "
-                "unpin others or raise num_pages"
-            )
-        for request in self._requests.values():
-            own = request.adapter
-            need = pages + max(self._scheduler.pages_for(s.max_len) for s in request.sequences)
-            if own is not None and own not in pinned:
-                need += own.num_pages
-            if need > usable:
-                raise ValueError(
-                    f"{what}: request '{request.request_id}' needs up to {need} pages with {pages} of pinned "
-                    f"adapters, the pool has {usable}: wait for its end, unpin others or raise num_pages"
-                )
-
     def _count(self, plan: StepPlan, seconds: float) -> None:
         last, self._last_plan = self._last_plan, plan
         prefilled = sum(c.count for c in last.prefills)
@@ -619,11 +554,6 @@ class Engine:
             max(0, min(c.start + c.count, c.sequence.prompt_len) - c.start) for c in plan
         )
         self._last_step = (seconds, plan.num_tokens)
-
-
-def _check_name(name: str) -> None:
-    if not as_kind("an adapter's name", name, str) or name != name.strip():
-        raise ValueError(f"an adapter's name must not be empty or begin or end with a space, got {name!r}")
 
 
 def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:

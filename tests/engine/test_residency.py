@@ -150,7 +150,7 @@ class Bench:
         path = path or f"/disk/{fingerprint}"
         self.disk.folders[path] = fingerprint, rank
         shape = simulated_adapter(self.engine._layout, fingerprint, rank).packed.shape
-        self.engine._register(name, path, shape, self.disk.stamp(path), None, True)
+        self.engine._registry.enter(name, path, shape, self.disk.stamp(path), None, replace=True)
         return path
 
     def run(self) -> dict[str, list[StreamEvent]]:

@@ -288,7 +288,7 @@ def measure_decode(
         * sum(
             a.shape.layout.rank_blocks[m] * 8 * (layout.in_dims[m] + layout.out_dims[m])
             for a in engine._adapters.resident
-            if a.pins
+            if a.in_use
             for m in MODULES
         )
     )

@@ -83,7 +83,7 @@ class Engine:
         self._runner = ModelRunner(
             model_config, config, mesh, self._layout, size.num_pages, size.max_model_len, params
         )
-        host_bytes = host_budget(config.adapter_host_bytes, self._runner.pinned_limit)
+        host_bytes = host_budget(config.adapter_host_bytes, self._runner.pinned_host_limit)
         self._adapters = AdapterStore(self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop)
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
@@ -408,7 +408,7 @@ class Engine:
         self._prefixes.clear()
 
     def check_integrity(self) -> None:
-        """Prove that pages, slots, pins and requests add up; raises AssertionError saying what does not."""
+        """Prove that pages, slots, uses of adapters and requests add up; raises AssertionError saying what does not."""
         self._scheduler.check_integrity()
         live = [s for r in self._requests.values() for s in r.sequences if s.finish_reason is None]
         held = [*self._scheduler.running, *self._scheduler.waiting]

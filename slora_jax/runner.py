@@ -137,9 +137,9 @@ class ModelRunner:
         return self._transfer.stages
 
     @property
-    def pinned_limit(self) -> int | None:
-        """Bytes that host copies may take together, where they are in pinned memory."""
-        return self._transfer.pinned_limit
+    def pinned_host_limit(self) -> int | None:
+        """Bytes that host copies may take together, where they are in pinned host memory."""
+        return self._transfer.pinned_host_limit
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         """An adapter's pages [n_layers, n, tp * page_elems] as `stage_adapters` takes them. Any thread."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slora_jax.lora.transfer import PINNED_LIMIT_VARIABLE, HostCopy
+from slora_jax.lora.transfer import PINNED_HOST_LIMIT_VARIABLE, HostCopy
 
 if TYPE_CHECKING:
     from slora_jax.lora.store import Adapter
@@ -103,20 +103,20 @@ class HostCache:
         return adapter.state == "registered" and bool(adapter.users) and adapter.last_sought == self.turn
 
 
-def host_budget(wanted: int | None, pinned_limit: int | None) -> int:
+def host_budget(wanted: int | None, pinned_host_limit: int | None) -> int:
     """Bytes for a HostCache: `wanted`, else half of the machine's (or the cgroup's) memory, and three
-    quarters of what can be pinned at most, since adapters given from memory and other transfers need some.
+    quarters of the pinned host memory at most, since adapters given from memory and other transfers need some.
 
-    Raises ValueError where more is wanted than can be pinned.
+    Raises ValueError where more is wanted than there is pinned host memory.
     """
-    if wanted is not None and pinned_limit is not None and wanted > pinned_limit:
+    if wanted is not None and pinned_host_limit is not None and wanted > pinned_host_limit:
         raise ValueError(
-            f"adapter_host_bytes {wanted} is above the {pinned_limit} bytes of host memory that XLA may pin: "
-            f"lower it, or set the environment variable {PINNED_LIMIT_VARIABLE} (in GiB) before the start"
+            f"adapter_host_bytes {wanted} is above the {pinned_host_limit} bytes of pinned host memory that XLA gives: "
+            f"lower it, or set the environment variable {PINNED_HOST_LIMIT_VARIABLE} (in GiB) before the start"
         )
     if wanted is not None:
         return wanted
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total // 2 if pinned_limit is None else min(total // 2, pinned_limit * 3 // 4)
+    return total // 2 if pinned_host_limit is None else min(total // 2, pinned_host_limit * 3 // 4)

@@ -3,11 +3,11 @@
 An adapter is *registered* (a path, perhaps a host copy), *reading* (into host memory), *staged* (it has
 pages, and its copy is on the way to the device) or *resident* (its pages are written). Unloaded by name
 while requests still use it, it is *draining* whatever its state. `users` counts requests that may yet need
-it; `pins` counts running sequences that need its pages where they are. A resident adapter without pins is
-*idle*, and the Reclaimer may evict it, unless its name is `pinned`. Those that the next waiting sequences
-need (`touch`) give way after all that is idle, and staged ones last. Every load gets a new generation:
-requests hold the `Adapter` itself, never its name, so a reload under the same name never meets its
-predecessor's requests. The states reading and staged are `lora/loader.py`'s to enter.
+it; `in_use` counts running sequences that read its pages. A resident adapter that is not in use is *idle*,
+and the Reclaimer may evict it, unless its name is `pinned`. Those that the next waiting sequences need
+(`touch`) give way after all that is idle, and staged ones last. Every load gets a new generation: requests
+hold the `Adapter` itself, never its name, so a reload under the same name never meets its predecessor's
+requests. The states reading and staged are `lora/loader.py`'s to enter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Adapter:
     state: Literal["registered", "reading", "staged", "resident"] = "registered"
     pages: list[int] | None = None  # in the pool, while staged or resident
     users: int = 0
-    pins: int = 0
+    in_use: int = 0
     pinned: bool = False  # by name: stays resident, once it is, until unpinned or unloaded
     unloaded: bool = False
     freed: bool = False  # unloaded and drained
@@ -162,19 +162,20 @@ class AdapterStore:
             self.host.touch(adapter)
         self._free_if_drained(adapter)
 
-    def pin(self, adapter: Adapter) -> None:
+    def begin_use(self, adapter: Adapter) -> None:
         """A sequence starts to run on its pages (it must be resident)."""
         assert adapter.resident
-        adapter.pins += 1
+        adapter.in_use += 1
         self._sought.pop(adapter.generation, None)
         self._set_idle(adapter)
         self._reclaim.used(adapter)
         self.prefetches_useful += adapter.ahead
         adapter.ahead = False
 
-    def unpin(self, adapter: Adapter) -> None:
-        assert adapter.pins > 0
-        adapter.pins -= 1
+    def end_use(self, adapter: Adapter) -> None:
+        """A sequence runs on its pages no longer."""
+        assert adapter.in_use > 0
+        adapter.in_use -= 1
         self._reclaim.kept(adapter)
         self._set_idle(adapter)
         self._free_if_drained(adapter)
@@ -252,7 +253,7 @@ class AdapterStore:
         return True
 
     def settle(self, adapter: Adapter) -> None:
-        """The pages of a staged adapter are written: it is resident, and idle until it is pinned."""
+        """The pages of a staged adapter are written: it is resident, and idle until it is used."""
         del self._staged[adapter.generation]
         self._evicted.pop(adapter.generation, None)
         adapter.state = "resident"
@@ -309,7 +310,7 @@ class AdapterStore:
             want = [adapter.state] if adapter.state in places else []
             assert found == want, f"{name} is {adapter.state} and among {found}"
             assert (adapter.pages is not None) == bool(found), f"{name} is {adapter.state}: {adapter.pages}"
-            assert not adapter.pins or adapter.resident, f"{name} runs and is {adapter.state}"
+            assert not adapter.in_use or adapter.resident, f"{name} runs and is {adapter.state}"
             assert (adapter in self._idle) == self._is_spare(adapter), f"{name} is misplaced"
             assert adapter.pinned == (adapter in self._pinned), f"{name}: pinned {adapter.pinned}"
             assert adapter.stamp is not None or adapter.host is not None, f"{name} has lost its only copy"
@@ -321,7 +322,7 @@ class AdapterStore:
         self.host.check_integrity(self)
 
     def _is_spare(self, adapter: Adapter) -> bool:
-        wanted = adapter.pins or adapter.pinned or adapter.generation in self._sought
+        wanted = adapter.in_use or adapter.pinned or adapter.generation in self._sought
         return adapter.resident and not wanted
 
     def _set_idle(self, adapter: Adapter) -> None:
@@ -345,14 +346,14 @@ class AdapterStore:
             del self._evicted[next(iter(self._evicted))]
 
     def _give_back(self, adapter: Adapter) -> None:
-        assert adapter.pages is not None and not adapter.pins
+        assert adapter.pages is not None and not adapter.in_use
         self._pool.release(adapter.pages)
         adapter.pages, adapter.state = None, "registered"
         self.prefetches_wasted += adapter.ahead
         adapter.ahead = False
 
     def _free_if_drained(self, adapter: Adapter) -> None:
-        if not adapter.unloaded or adapter.users or adapter.pins or adapter.freed:
+        if not adapter.unloaded or adapter.users or adapter.in_use or adapter.freed:
             return
         if adapter.state == "staged":
             self.withdraw(adapter)

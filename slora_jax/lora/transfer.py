@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 logger = logging.getLogger(__name__)
 
 LARGEST_PIECE = 64  # pages
-PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_PINNED = "pinned_host"
+PINNED_HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_PINNED_HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,9 +69,9 @@ class AdapterTransfer:
         self._pool = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=NamedSharding(mesh, pool_spec))
         self._repeated = NamedSharding(mesh, PartitionSpec())
         self._device = NamedSharding(mesh, pool_spec)
-        self._pinned: NamedSharding | None = None
-        if self.stages and _PINNED in {memory.kind for memory in device.addressable_memories()}:
-            self._pinned = NamedSharding(mesh, pool_spec, memory_kind=_PINNED)
+        self._pinned_host: NamedSharding | None = None
+        if self.stages and _PINNED_HOST in {memory.kind for memory in device.addressable_memories()}:
+            self._pinned_host = NamedSharding(mesh, pool_spec, memory_kind=_PINNED_HOST)
         elif self.stages:
             logger.warning(
                 "%s has no pinned host memory: adapters are loaded at pageable speed", device.platform
@@ -80,14 +80,15 @@ class AdapterTransfer:
         self._compiling = threading.Lock()
 
     @property
-    def pinned_limit(self) -> int | None:
-        """Bytes of pinned memory that XLA's allocator gives at most; None where copies are not pinned.
+    def pinned_host_limit(self) -> int | None:
+        """Bytes of pinned host memory that XLA's allocator gives at most; None where copies are in plain
+        memory.
 
         XLA's CUDA client reads this variable, and takes 64 GiB without it.
         """
-        if self._pinned is None:
+        if self._pinned_host is None:
             return None
-        return int(os.environ.get(PINNED_LIMIT_VARIABLE, "64")) << 30
+        return int(os.environ.get(PINNED_HOST_LIMIT_VARIABLE, "64")) << 30
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         """Pages dtype[n_layers, n, tp * page_elems] in the form they are copied from, and their writes
@@ -98,10 +99,10 @@ class AdapterTransfer:
         pieces = [pages[:, start:stop] for start, stop in _pieces(pages.shape[1])]
         for piece in pieces:
             self._writer(piece.shape[1])
-        if self._pinned is None:
+        if self._pinned_host is None:
             return HostCopy(tuple(pieces))
-        pinned = jax.device_put([np.ascontiguousarray(piece) for piece in pieces], self._pinned)
-        return HostCopy(tuple(jax.block_until_ready(pinned)))
+        moved = jax.device_put([np.ascontiguousarray(piece) for piece in pieces], self._pinned_host)
+        return HostCopy(tuple(jax.block_until_ready(moved)))
 
     def stage(self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]) -> list[StagedCopy]:
         """Begin to copy adapters, which are to be written to `pages`, in one transfer; returns at once."""

@@ -102,7 +102,7 @@ class FcfsOrder:
 
 
 def _in_batch(adapter: Adapter | None) -> bool:
-    return adapter is None or adapter.pins > 0
+    return adapter is None or adapter.in_use > 0
 
 
 def _resident(adapter: Adapter | None) -> bool:

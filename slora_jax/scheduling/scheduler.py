@@ -133,7 +133,7 @@ class Scheduler:
         self._prefixes.clear()
 
     def check_integrity(self) -> None:
-        """Pages, slots and pins add up; raises AssertionError saying what does not."""
+        """Pages, slots and uses of adapters add up; raises AssertionError saying what does not."""
         self._pool.check_integrity(
             [*(s.pages for s in self.running), self._prefixes.pages()],
             [a.pages for a in self._adapters if a.pages is not None],
@@ -142,9 +142,11 @@ class Scheduler:
         slots = [s.slot for s in self.running if s.slot is not None]
         assert sorted([*slots, *self._slots]) == list(range(self._limits.max_batch_size)), f"slots {slots}"
         assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds pages"
-        pins = collections.Counter(id(s.adapter) for s in self.running if s.adapter is not None)
+        in_use = collections.Counter(id(s.adapter) for s in self.running if s.adapter is not None)
         for adapter in self._adapters:
-            assert adapter.pins == pins[id(adapter)], f"adapter '{adapter.name}' has {adapter.pins} pins"
+            assert adapter.in_use == in_use[id(adapter)], (
+                f"adapter '{adapter.name}' is in use {adapter.in_use} times"
+            )
         self._adapters.check_integrity()
         self._loader.check_integrity()
         for s in self.running:
@@ -239,7 +241,7 @@ class Scheduler:
         sequence.slot = None
         self._prefixes.release(sequence)
         if sequence.adapter is not None:
-            self._adapters.unpin(sequence.adapter)
+            self._adapters.end_use(sequence.adapter)
 
     def _admit_waiting(self, plan: StepPlan, delayed: bool) -> None:
         """Let waiting sequences in, in their order, as budget, slots and pages allow; none where `delayed`.
@@ -306,7 +308,7 @@ class Scheduler:
         self._reclaim.admitted()
         self._prefixes.take(sequence, self._prefixes.match(sequence))
         if sequence.adapter is not None:
-            self._adapters.pin(sequence.adapter)
+            self._adapters.begin_use(sequence.adapter)
         self.waiting.admitted(sequence)
         sequence.slot = self._slots.pop()
         self.running[sequence] = None

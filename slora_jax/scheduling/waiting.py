@@ -100,14 +100,14 @@ class WaitingQueue:
                     self._release(sequence)
 
     def admitted(self, sequence: Sequence) -> None:
-        """It runs from now on, its adapter pinned."""
+        """It runs from now on, its adapter in use."""
         had_run = self._leave(sequence)
         if had_run:
             self._preempted.discard(sequence)
         else:
             self._order.remove(sequence, admitted=True)
         adapter = sequence.adapter
-        if adapter is not None and adapter.pins == 1:  # the first of the batch
+        if adapter is not None and adapter.in_use == 1:  # the first of the batch
             for order in self._seekers.get(adapter, ()):
                 order.came_near(adapter)
         if had_run:

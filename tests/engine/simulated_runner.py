@@ -84,7 +84,7 @@ class SimulatedRunner:
         self.max_step_tokens = config.max_step_tokens
 
     stages_adapters = False
-    pinned_limit: int | None = None
+    pinned_host_limit: int | None = None
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         return HostCopy((pages,))

@@ -338,7 +338,7 @@ def test_registering_reads_no_weights_and_answers_as_loading_does(
 def test_copies_staged_in_pinned_memory_give_the_same_tokens(
     engine: Engine, tiny_model_dir: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU does, on a CPU, whose devices have pinned memory, too."""
+    """What a GPU does, on a CPU, whose devices have pinned host memory, too."""
     monkeypatch.setattr(slora_jax.runner, "AdapterTransfer", functools.partial(AdapterTransfer, staged=True))
     staging = make_engine(tiny_model_dir, tensor_parallel_size=2, num_pages=160)
     for i, (name, path) in enumerate(adapters.items()):

@@ -734,7 +734,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert got == wanted or request.request_id in self.served.reasons
         assert len(self.served.waiting) == 0
         assert self.served.waiting.head() is None
-        assert all(not a.pins and not a.users for a in self.served.store)
+        assert all(not a.in_use and not a.users for a in self.served.store)
 
 
 TestPolicies = PolicyMachine.TestCase

@@ -302,8 +302,7 @@ def _targeted(adapters: list[AdapterBlocks], modules: tuple[int, ...]) -> bool:
 
 def _adapter_blocks(adapter: Adapter) -> AdapterBlocks:
     """A resident adapter as the backend's planner takes it."""
-    assert adapter.pages is not None
-    return np.asarray(adapter.pages, np.int32), *adapter.shape.layout.tables
+    return np.asarray(adapter.weight_pages, np.int32), *adapter.shape.layout.tables
 
 
 def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:

@@ -186,6 +186,12 @@ class EngineConfig:
         None, "bytes of the pool; None: what memory_fraction of the device leaves"
     )
     memory_fraction: float = _option(0.85, "share of an accelerator's memory for weights and pool")
+    unified_memory: bool = _option(
+        True,
+        "KV and adapters share all pages; off (for ablation only): adapters lie in adapter_slots slots, each "
+        "as large as max_lora_rank on every module takes",
+    )
+    adapter_slots: int | None = _option(None, "adapters in the pool at most, without unified memory")
     enable_prefix_caching: bool = _option(
         True, "keep the KV of ended requests while memory allows, for prompts that begin alike"
     )
@@ -285,6 +291,7 @@ class EngineConfig:
             "pool_bytes",
             "adapter_host_bytes",
             "adapter_staging_bytes",
+            "adapter_slots",
         ):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
@@ -308,6 +315,11 @@ class EngineConfig:
             f"load_format must be auto, safetensors, gguf, orbax or dummy, got {self.load_format!r}",
         )
         _check(self.max_lora_rank <= 256, f"max_lora_rank may be at most 256, got {self.max_lora_rank}")
+        _check(
+            self.unified_memory == (self.adapter_slots is None),
+            "adapter_slots says how many adapters the pool holds without unified memory, and is needed then: "
+            f"unified_memory is {self.unified_memory}, adapter_slots {self.adapter_slots}",
+        )
         _check(
             self.prefill_delay_steps >= 0,
             f"prefill_delay_steps must not be negative, got {self.prefill_delay_steps}",

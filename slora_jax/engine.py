@@ -78,7 +78,7 @@ class Engine:
         self._layout = PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)
         size: PoolSize = size_pool(model_config, config, self._layout, mesh)
         self.max_model_len = size.max_model_len
-        self._pool = PagePool(size.num_pages)
+        self._pool = PagePool(size.num_pages, size.adapter_pages)
         self._reclaim = Reclaimer(self._pool)
         self._prefixes = PrefixCache(
             self._reclaim,
@@ -90,7 +90,9 @@ class Engine:
             model_config, config, mesh, self._layout, size.num_pages, size.max_model_len, params
         )
         host_bytes = host_budget(config.adapter_host_bytes, self._runner.pinned_limit)
-        self._adapters = AdapterStore(self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop)
+        self._adapters = AdapterStore(
+            self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop, slot_pages=size.slot_pages
+        )
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
@@ -131,7 +133,8 @@ class Engine:
                 max_model_len=size.max_model_len,
                 max_logprobs=config.max_logprobs,
                 page_tokens=config.page_tokens,
-                usable_pages=self._pool.num_usable,
+                usable_pages=self._pool.usable_for("kv"),
+                unified_memory=self._pool.unified,
             ),
             self._adapters,
             tokenizer,
@@ -475,8 +478,8 @@ class Engine:
             plan = self._scheduler.schedule()
             self._loader.transfer()
             if not self._fail_loads() and self.config.adapter_prefetch:
-                floor = int(self.config.prefetch_watermark * self._pool.num_usable)
-                self._loader.prefetch(self._pool.num_free - floor)
+                floor = int(self.config.prefetch_watermark * self._pool.usable_for("adapter"))
+                self._loader.prefetch(self._pool.free_for("adapter") - floor)
             left = until - time.monotonic()
             idle = self._in_flight is None and not self._undelivered and self._requests
             if plan or not idle or left <= 0 or not self._loader.wait(left):
@@ -502,14 +505,21 @@ class Engine:
         old = self._adapters.find(name) if replace else None
         if old is not None and old.pinned:
             rest = self._adapters.pinned - {old}
-            self._check_pinned(rest, shape.layout.num_pages, f"adapter '{name}' is pinned")
+            self._check_pinned(
+                rest, self._adapters.slot_pages or shape.layout.num_pages, f"adapter '{name}' is pinned"
+            )
         nbytes = shape.layout.num_pages * self._page_bytes
         return self._adapters.info(
             self._adapters.register(name, path, shape, nbytes, stamp, host, replace=replace)
         )
 
     def _check_size(self, name: str, shape: AdapterShape) -> None:
-        need = shape.layout.num_pages
+        need, slot = shape.layout.num_pages, self._adapters.slot_pages
+        if slot is not None and need > slot:
+            raise ValueError(
+                f"adapter '{name}' needs {need} pages, a slot without unified memory has {slot}: raise "
+                "max_lora_rank"
+            )
         if need >= self._pool.num_usable:
             raise ValueError(
                 f"adapter '{name}' needs {need} pages, the pool has {self._pool.num_usable}: "
@@ -592,12 +602,14 @@ class Engine:
         """Raise ValueError where a request under way, or any at all, would not fit beside these, and `new`
         pages, pinned.
         """
-        usable, pages = self._pool.num_usable, new + sum(a.num_pages for a in pinned)
+        usable, pages = self._pool.usable_for("adapter"), new + sum(a.num_pages for a in pinned)
         if pages >= usable:
             raise ValueError(
                 f"{what}: pinned adapters would take {pages} pages of {usable}, and leave none for requests: "
-                "unpin others or raise num_pages"
+                f"unpin others or raise {'num_pages' if self._pool.unified else 'adapter_slots'}"
             )
+        if not self._pool.unified:
+            return  # a slot is left for those that are not pinned, and KV has its own pages
         for request in self._requests.values():
             own = request.adapter
             need = pages + max(self._scheduler.pages_for(s.max_len) for s in request.sequences)

@@ -133,8 +133,7 @@ class SimulatedRunner:
         adapter = chunk.sequence.adapter
         if adapter is None:
             return BASE
-        assert adapter.pages is not None
-        found = [self._memory[p] for p in adapter.pages]
+        found = [self._memory[p] for p in adapter.weight_pages]
         fingerprint = found[0][1]
         assert found == [("adapter", fingerprint, i) for i in range(len(found))], found
         return int(fingerprint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from slora_jax.checks import as_kind, as_list, check_fields
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort")  # of EngineConfig.scheduling_policy
+LoraMode = Literal["gathered", "padded-bmm"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
 _UNSUPPORTED = {  # field of an HF config.json -> the only value this project computes correctly today
@@ -222,6 +224,11 @@ class EngineConfig:
         "auto",
         "kernels to run: xla (any device), mosaic (a Hopper GPU, bfloat16), auto (mosaic where it can be)",
     )
+    lora_mode: LoraMode = _option(
+        "gathered",
+        "how adapters are applied: gathered; for ablation only padded-bmm (a copy of its adapter's weights "
+        "for every token, padded to the batch's largest rank)",
+    )
     load_format: LoadFormat = _option(
         "auto", "form of the checkpoint; auto tells from the files, dummy makes random weights"
     )
@@ -311,6 +318,10 @@ class EngineConfig:
             f"kernel_backend must be 'auto', 'xla' or 'mosaic', got {self.kernel_backend!r}",
         )
         _check(
+            self.lora_mode in LORA_MODES,
+            f"lora_mode must be one of {', '.join(LORA_MODES)}, got {self.lora_mode!r}",
+        )
+        _check(
             self.load_format in ("auto", "safetensors", "gguf", "orbax", "dummy"),
             f"load_format must be auto, safetensors, gguf, orbax or dummy, got {self.load_format!r}",
         )
@@ -379,6 +390,7 @@ class EngineConfig:
         object.__setattr__(self, "tenant_weights", weights)
 
 
+LORA_MODES: tuple[str, ...] = typing.get_args(LoraMode)
 _LARGEST = 1e9  # price, weight, seconds
 _INTEGERS = 2**48
 

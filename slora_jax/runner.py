@@ -28,6 +28,7 @@ from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
 from slora_jax.models.params import checkpoint_specs
 from slora_jax.models.rope import Rope
 from slora_jax.pallas_kernels.backend import KernelShape, select_backend
+from slora_jax.pallas_kernels.padded_bmm import with_padded_bmm
 from slora_jax.programs import Program, ProgramBuilder
 from slora_jax.request import Sequence
 from slora_jax.sampling import update_token_counts
@@ -90,6 +91,8 @@ class ModelRunner:
         )
         self.backend = select_backend(config.kernel_backend, device.platform, capability, kernel_shape)
         logger.info("kernels: %s on %s", self.backend.name, device.device_kind)
+        if config.lora_mode == "padded-bmm":
+            self.backend = with_padded_bmm(self.backend)
         step_config = StepConfig(
             layout=layout,
             rope=Rope.from_config(model_config),

@@ -165,11 +165,11 @@ def offline(args: argparse.Namespace) -> None:
             name = names[rng.choice(n, p=weights / weights.sum())] if n else None
             requests.append((rng.integers(0, vocab, length_in).tolist(), name, int(length_out)))
         started, before = time.perf_counter(), engine._runner.compilations
-        engine._runner.compile(offline_shapes(engine, ranks=ranks if n else ()))
+        engine._runner.compile(offline_shapes(engine, ranks=ranks if n and args.lora_mode != "merge" else ()))
         run_all(engine, requests[:WARM_UP])
         print(f"compiled and warm after {time.perf_counter() - started:.0f} s", flush=True)
         warm = engine._runner.compilations
-        loads, started = engine.stats().adapter_loads, time.perf_counter()
+        loads, merges, started = engine.stats().adapter_loads, engine._runner.merges, time.perf_counter()
         tokens = run_all(engine, requests)
         seconds = time.perf_counter() - started
         stats = engine.stats()
@@ -180,6 +180,7 @@ def offline(args: argparse.Namespace) -> None:
             "output_tokens_per_s": round(tokens / seconds, 1),
             "requests": args.requests,
             "adapter_loads": stats.adapter_loads - loads,
+            "merges": engine._runner.merges - merges,
             "preemptions": stats.preemptions,
             "compilations": {"before": warm - before, "while_timed": engine._runner.compilations - warm},
             "backend": engine._runner.backend.name,

@@ -86,6 +86,7 @@ class VirtualServer:
             page_tokens=config.page_tokens,
             prefill_delay_steps=config.prefill_delay_steps,
             lookahead=max(1, config.adapter_prefetch),
+            one_adapter=config.lora_mode == "merge",
         )
         self.scheduler = Scheduler(
             limits, reclaim, self.store, self.loader, prefixes, self.waiting, self.clock

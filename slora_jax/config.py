@@ -13,7 +13,7 @@ from slora_jax.checks import as_kind, as_list, check_fields
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort")  # of EngineConfig.scheduling_policy
-LoraMode = Literal["gathered", "padded-bmm"]
+LoraMode = Literal["gathered", "padded-bmm", "merge"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
 _UNSUPPORTED = {  # field of an HF config.json -> the only value this project computes correctly today
@@ -227,7 +227,8 @@ class EngineConfig:
     lora_mode: LoraMode = _option(
         "gathered",
         "how adapters are applied: gathered; for ablation only padded-bmm (a copy of its adapter's weights "
-        "for every token, padded to the batch's largest rank)",
+        "for every token, padded to the batch's largest rank) or merge (one adapter at a time, in the base's "
+        "weights)",
     )
     load_format: LoadFormat = _option(
         "auto", "form of the checkpoint; auto tells from the files, dummy makes random weights"
@@ -250,7 +251,7 @@ class EngineConfig:
         10.0, "seconds of waiting that one step of a request's priority is worth (lower is earlier)"
     )
     cluster_max_passes: int = _option(
-        64, "with cluster: how many later sequences may go before one that could run"
+        64, "with cluster or merge: how many later sequences may go before one that could run"
     )
     ttft_target_s: float = _option(6.0, "with early-abort: seconds within which a first token is wanted")
     vtc_input_price: float = _option(1.0, "with vtc: price of a prompt token")
@@ -361,6 +362,11 @@ class EngineConfig:
             self.policies <= set(POLICIES),
             f"scheduling_policy must be one of {', '.join(POLICIES)}, or several joined by '+' "
             f"(vtc+cluster), got {self.scheduling_policy!r}",
+        )
+        _check(
+            self.lora_mode != "merge" or "cluster" not in self.policies,
+            "lora_mode 'merge' takes sequences by adapter already: leave cluster out of scheduling_policy "
+            f"{self.scheduling_policy!r}",
         )
         for kind in ("tenant", "adapter"):
             for name in (f"{kind}_max_concurrency", f"{kind}_tokens_per_minute", f"{kind}_max_queue"):

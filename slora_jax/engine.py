@@ -104,6 +104,7 @@ class Engine:
             page_tokens=config.page_tokens,
             prefill_delay_steps=config.prefill_delay_steps,
             lookahead=max(1, config.adapter_prefetch),
+            one_adapter=config.lora_mode == "merge",
         )
         layout, itemsize = self._layout, jnp.dtype(config.dtype).itemsize
         self._page_bytes = layout.n_layers * layout.tp * layout.page_elems * itemsize

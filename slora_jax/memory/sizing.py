@@ -44,7 +44,7 @@ def size_pool(
         )
     num_pages = config.num_pages
     if num_pages is None:
-        budget = config.pool_bytes or _free_bytes(config, mesh)
+        budget = config.pool_bytes or _free_bytes(config, layout, mesh)
         if budget is None:  # as much again as a full batch needs, for adapters
             full = config.max_batch_size * math.ceil(wanted_len / config.page_tokens)
             budget = min(CPU_POOL_BYTES, (2 * full + 1) * page_bytes)
@@ -99,9 +99,18 @@ def _longest(model: ModelConfig) -> int:
     return int(model.max_position_embeddings * factor)
 
 
-def _free_bytes(config: EngineConfig, mesh: jax.sharding.Mesh) -> int | None:
-    """What the fullest device has left of its share; None where devices do not report their memory (CPUs)."""
+def _free_bytes(config: EngineConfig, layout: PageLayout, mesh: jax.sharding.Mesh) -> int | None:
+    """What the fullest device has left of its share, beside the projections that merges write; None where
+    devices do not report their memory (CPUs).
+    """
     stats = [d.memory_stats() for d in np.asarray(mesh.devices).flat]
     if not all(stats):
         return None
-    return min(int(s["bytes_limit"] * config.memory_fraction) - int(s["bytes_in_use"]) for s in stats if s)
+    free = min(int(s["bytes_limit"] * config.memory_fraction) - int(s["bytes_in_use"]) for s in stats if s)
+    return free - (merged_bytes(config, layout) if config.lora_mode == "merge" else 0)
+
+
+def merged_bytes(config: EngineConfig, layout: PageLayout) -> int:
+    """Of a shard's projections, which an adapter that targets all of them doubles when it is merged."""
+    elements = sum(layout.in_dims[m] * layout.out_dims[m] for m in layout.in_dims)
+    return layout.n_layers * elements * (4 if config.dtype == "float32" else 2)

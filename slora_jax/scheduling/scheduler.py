@@ -70,6 +70,7 @@ class SchedulerLimits:
     page_tokens: int
     prefill_delay_steps: int
     lookahead: int  # waiting sequences whose adapters are loaded before their turn
+    one_adapter: bool = False  # in the batch, at a time
 
 
 class Scheduler:
@@ -246,17 +247,21 @@ class Scheduler:
 
         One whose adapter is not resident yet is passed over while it is loaded, but those behind it are let
         in only beside the room that it will need: nobody is overtaken for good. One that lacks room stops all
-        behind it. The first `lookahead` have their adapters loaded even where they cannot run yet.
+        behind it. The first `lookahead` have their adapters loaded even where they cannot run yet. With
+        `one_adapter`, the first one of another than the batch's stops all behind it, too.
         """
         limits = self._limits
         lacking = sum(map(self._lacking, self.running))
         ahead = ahead_adapters = 0  # pages that those passed over will need, and their adapters
         counted: set[int] = set()  # generations whose pages are in `ahead`
         blocked = False
+        turn = next(iter(self.running), None)  # with one_adapter: whose adapter the batch has
         now = self._clock()
         with contextlib.closing(self.waiting.candidates()) as candidates:
             window = itertools.islice(candidates, limits.max_batch_size + limits.lookahead)
             for index, sequence in enumerate(window):
+                turn = turn or sequence
+                delayed |= limits.one_adapter and sequence.adapter is not turn.adapter
                 can_run = bool(self._slots) and self._has_budget(plan) and not (blocked or delayed)
                 if sequence.pending or (not can_run and index >= limits.lookahead):
                     break

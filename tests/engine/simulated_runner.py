@@ -82,6 +82,7 @@ class SimulatedRunner:
         self._memory: list[Any] = [None] * num_pages
         self._last: dict[int, int] = {}
         self.max_step_tokens = config.max_step_tokens
+        self.merges = config.lora_mode == "merge"
 
     stages_adapters = False
     pinned_limit: int | None = None
@@ -100,6 +101,7 @@ class SimulatedRunner:
 
     def launch(self, plan: StepPlan) -> SimulatedInFlight:
         assert plan.num_tokens <= self.max_step_tokens
+        assert not self.merges or len({c.sequence.generation for c in plan}) == 1, "two adapters in a batch"
         rows: list[tuple[int, Chunk]] = []
         tokens: list[int] = []
         for chunk in plan:

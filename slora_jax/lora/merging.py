@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from slora_jax.lora.store import Adapter
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.pallas_kernels.xla_lora import LoraBlocks, build_lora_blocks, lora_blocks_needed, merge_lora
+from slora_jax.programs import GPU_OPTIONS
 from slora_jax.request import BASE_GENERATION
 from slora_jax.step import POOL_SPEC, REPEATED, ModuleLeaves
 
@@ -32,6 +33,9 @@ class WeightMerger:
     def __init__(self, mesh: Mesh, layout: PageLayout, layers: Seq[ModuleLeaves]) -> None:
         self._mesh, self._layout, self._layers = mesh, layout, layers
         self._base = [list(module.leaves) for module in layers]
+        self._options = None if mesh.devices.flat[0].platform == "cpu" else GPU_OPTIONS
+        repeated = NamedSharding(mesh, REPEATED)
+        self._numbers = [jax.device_put(np.int32(i), repeated) for i in range(len(layers))]
         first = layers[0]
         numbered = jax.tree.unflatten(first.tree, list(range(len(first.leaves))))
         self._leaf = [int(jax.tree.leaves(numbered[name])[0]) for name in _WEIGHTS]
@@ -62,9 +66,8 @@ class WeightMerger:
         for group, modules in enumerate(GROUPS):
             if any(m in adapter.shape.layout.rank_blocks for m in modules):
                 leaf = self._leaf[group]
-                for i, module in enumerate(self._layers):
-                    layer = jax.device_put(np.int32(i), NamedSharding(self._mesh, REPEATED))
-                    module.leaves[leaf] = self._merges[group](self._base[i][leaf], pool, layer, blocks)
+                for number, module, base in zip(self._numbers, self._layers, self._base, strict=True):
+                    module.leaves[leaf] = self._merges[group](base[leaf], pool, number, blocks)
 
     def _blocks(self, adapter: Any) -> LoraBlocks:
         """Its rank blocks on the device, padded to powers of two: few shapes to compile for."""
@@ -99,5 +102,6 @@ class WeightMerger:
                 in_specs=(spec, POOL_SPEC, REPEATED, REPEATED),
                 out_specs=spec,
                 check_vma=False,
-            )
+            ),
+            compiler_options=self._options,
         )

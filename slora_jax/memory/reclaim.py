@@ -137,17 +137,20 @@ class Reclaimer:
         self.pool = pool
         self.costs = PageCosts()
         self.evictions: collections.Counter[HolderKind] = collections.Counter()  # adapters, pages of prefixes
-        self._holders: list[PageHolder] = []
+        # Whose idle pages may become pages of a kind: everybody's, with unified memory.
+        self._givers: dict[PageKind, list[PageHolder]] = {"kv": [], "adapter": []}
         self._now = 0  # admissions so far
         # Evicting a little more than is wanted, once in a while, instead of page by page in every step.
         self._slack = min(pool.usable_for("kv") // _SLACK_SHARE, _MAX_SLACK)
 
     def add(self, holder: PageHolder) -> None:
-        self._holders.append(holder)
+        for kind, givers in self._givers.items():
+            if self.pool.unified or (kind == "adapter") == (holder.kind == "adapter"):
+                givers.append(holder)
 
     def idle_pages(self, kind: PageKind) -> int:
         """Pages that can be freed now, and may become pages of a kind."""
-        return sum(holder.idle_pages for holder in self._givers(kind))
+        return sum(holder.idle_pages for holder in self._givers[kind])
 
     def admitted(self) -> None:
         """Time passes: one more sequence was let in."""
@@ -187,15 +190,9 @@ class Reclaimer:
         slack = self._slack if self.pool.unified or kind == "kv" else 0  # a slot more is an adapter less
         enough = min(pages + slack, free_for(kind) + self.idle_pages(kind))
         while (missing := enough - free_for(kind)) > 0:
-            givers = [h for h in self._givers(kind) if h.idle_pages]
+            givers = [h for h in self._givers[kind] if h.idle_pages]
             values = [(h.least_usage() + self.costs.log2(h.kind), h) for h in givers]
             (_, least), *others = sorted(values, key=lambda value: value[0])
             limit = others[0][0] - self.costs.log2(least.kind) if others else math.inf
             self.evictions[least.kind] += least.evict(missing, limit)
         return True
-
-    def _givers(self, kind: PageKind) -> list[PageHolder]:
-        """Whose idle pages may become pages of a kind."""
-        if self.pool.unified:
-            return self._holders
-        return [h for h in self._holders if (h.kind == "adapter") == (kind == "adapter")]

@@ -64,6 +64,8 @@ class VirtualServer:
     """
 
     def __init__(self, config: EngineConfig, num_pages: int, cost: StepCost | None = None) -> None:
+        if not config.unified_memory:
+            raise ValueError("a simulation's adapters and KV share all pages: leave unified_memory on")
         self.now = 0.0
         self.pool = PagePool(num_pages)
         reclaim = Reclaimer(self.pool)

@@ -33,6 +33,7 @@ from jax import lax
 from benchmarks.record import record
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.batch import StepShape
+from slora_jax.config import LORA_MODES
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
@@ -105,12 +106,23 @@ def run_all(engine: Engine, requests: Iterable[tuple[list[int], str | None, int]
     return tokens
 
 
-def offline_shapes(engine: Engine, *, adapters: bool) -> list[StepShape]:
-    """The shapes that most of these steps have, to be compiled in parallel; the warm-up compiles the rest."""
+def ablation(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of EngineConfig that the command line sets otherwise than their defaults."""
+    chosen = {"lora_mode": args.lora_mode, "scheduling_policy": args.scheduling_policy}
+    chosen |= {"unified_memory": args.unified_memory, "adapter_slots": args.adapter_slots}
+    return {name: value for name, value in chosen.items() if value != getattr(EngineConfig, name)}
+
+
+def offline_shapes(engine: Engine, *, ranks: Sequence[int]) -> list[StepShape]:
+    """The shapes that most of these steps have, to be compiled in parallel; the warm-up compiles the rest.
+
+    `ranks` are those of the adapters; (): none.
+    """
     buckets, shapes = engine._runner.buckets, list[StepShape]()
     groups = engine._runner.expect(
-        {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)} if adapters else ()
+        {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)} if ranks else ()
     )
+    padded = engine.config.lora_mode == "padded-bmm"
 
     def add(decodes: int, tokens: int, *items: int) -> None:
         shape = buckets.fit(
@@ -120,7 +132,8 @@ def offline_shapes(engine: Engine, *, adapters: bool) -> list[StepShape]:
             pages=buckets.pages[-1],
             bias=0,
         )
-        shapes.extend(buckets.with_lora(shape, (n,), groups) for n in items) if adapters else shapes.append(
+        needs = [-(-max(ranks) // 8)] if ranks and padded else items
+        shapes.extend(buckets.with_lora(shape, (n,), groups) for n in needs) if ranks else shapes.append(
             shape
         )
 
@@ -138,7 +151,9 @@ def offline_shapes(engine: Engine, *, adapters: bool) -> list[StepShape]:
 def offline(args: argparse.Namespace) -> None:
     """Requests/s of the workload for each n."""
     ranks = SETTINGS[args.setting]
-    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN)
+    chosen = ablation(args)
+    slot = {"max_lora_rank": max(ranks)} if args.adapter_slots and ranks else {}
+    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, **chosen, **slot)
     vocab = engine.model_config.vocab_size
     for n in args.n:
         rng = np.random.default_rng(42)
@@ -150,20 +165,22 @@ def offline(args: argparse.Namespace) -> None:
             name = names[rng.choice(n, p=weights / weights.sum())] if n else None
             requests.append((rng.integers(0, vocab, length_in).tolist(), name, int(length_out)))
         started, before = time.perf_counter(), engine._runner.compilations
-        engine._runner.compile(offline_shapes(engine, adapters=bool(n)))
+        engine._runner.compile(offline_shapes(engine, ranks=ranks if n and args.lora_mode != "merge" else ()))
         run_all(engine, requests[:WARM_UP])
         print(f"compiled and warm after {time.perf_counter() - started:.0f} s", flush=True)
         warm = engine._runner.compilations
-        loads, started = engine.stats().adapter_loads, time.perf_counter()
+        loads, merges, started = engine.stats().adapter_loads, engine._runner.merges, time.perf_counter()
         tokens = run_all(engine, requests)
         seconds = time.perf_counter() - started
         stats = engine.stats()
         case = {"model": args.model, "setting": args.setting, "n": n, "popularity": args.popularity}
+        case |= chosen
         extra = {
             "seconds": round(seconds, 2),
             "output_tokens_per_s": round(tokens / seconds, 1),
             "requests": args.requests,
             "adapter_loads": stats.adapter_loads - loads,
+            "merges": engine._runner.merges - merges,
             "preemptions": stats.preemptions,
             "compilations": {"before": warm - before, "while_timed": engine._runner.compilations - warm},
             "backend": engine._runner.backend.name,
@@ -426,6 +443,10 @@ def main() -> None:
     )
     command.add_argument("--popularity", choices=("zipf", "uniform"), default="zipf")
     command.add_argument("--requests", type=int, default=1000)
+    command.add_argument("--lora-mode", choices=LORA_MODES, default=EngineConfig.lora_mode)
+    command.add_argument("--unified-memory", action=argparse.BooleanOptionalAction, default=True)
+    command.add_argument("--adapter-slots", type=int, help="with --no-unified-memory: of the largest rank")
+    command.add_argument("--scheduling-policy", default=EngineConfig.scheduling_policy)
     command.set_defaults(run=offline)
     step = commands.add_parser("decode", help="milliseconds of a steady decode step")
     step.add_argument("--batch", type=int, nargs="+", default=[256])

@@ -64,6 +64,8 @@ class VirtualServer:
     """
 
     def __init__(self, config: EngineConfig, num_pages: int, cost: StepCost | None = None) -> None:
+        if not config.unified_memory:
+            raise ValueError("a simulation's adapters and KV share all pages: leave unified_memory on")
         self.now = 0.0
         self.pool = PagePool(num_pages)
         reclaim = Reclaimer(self.pool)
@@ -86,6 +88,7 @@ class VirtualServer:
             page_tokens=config.page_tokens,
             prefill_delay_steps=config.prefill_delay_steps,
             lookahead=max(1, config.adapter_prefetch),
+            one_adapter=config.lora_mode == "merge",
         )
         self.scheduler = Scheduler(
             limits, reclaim, self.store, self.loader, prefixes, self.waiting, self.clock

@@ -188,6 +188,45 @@ def apply_lora(
     return out
 
 
+def merge_lora(
+    w: jax.Array,
+    pool: jax.Array,
+    layer: int | jax.Array,
+    blocks: LoraBlocks,
+    *,
+    modules: tuple[int, ...],
+    in_dim: int,
+    out_dims: tuple[int, ...],
+    chunk_width: int,
+) -> jax.Array:
+    """w[i, o] + sum_r A_m[r, i] B_m[r, o] of the one adapter in `blocks`, for modules m side by side in w.
+
+    w [in_dim, sum(out_dims)]; the other arguments are `apply_lora`'s. The product and the sum are float32,
+    rounded once to w's dtype.
+    """
+    chunk_elems = RANK_BLOCK * chunk_width
+    per_page = pool.shape[2] // chunk_elems
+    rows = pool.reshape(-1, chunk_elems)
+
+    def matrix(module: int, start: jax.Array, width: int) -> jax.Array:
+        """A (or B) [r, width], zero beyond the adapter's rank."""
+        row = _chunk_rows(blocks, module, start, width // chunk_width, per_page, 0)  # [c, n]
+        got = rows.at[row + layer * pool.shape[1] * per_page].get(mode="promise_in_bounds")
+        return got.reshape(*row.shape, RANK_BLOCK, chunk_width).transpose(1, 2, 0, 3).reshape(-1, width)
+
+    deltas = [
+        jnp.einsum(
+            "ri,ro->io",
+            matrix(m, blocks.a_start, in_dim),
+            matrix(m, blocks.b_start, width),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        for m, width in zip(modules, out_dims, strict=True)
+    ]
+    return (w.astype(jnp.float32) + _join(deltas)).astype(w.dtype)
+
+
 def _tile_starts(t: int, n_tiles: int, size: int) -> jax.Array:
     """First token of each tile; the last tile may overlap the one before."""
     return jnp.minimum(jnp.arange(n_tiles, dtype=jnp.int32) * size, t - size)

@@ -147,10 +147,16 @@ def unpack(packed: jax.Array, shape: StepShape, lora_work: type[Any]) -> StepBat
 
 
 class BatchBuilder:
-    """Writes plans into packed arrays. Reads sequences, owns nothing of theirs."""
+    """Writes plans into packed arrays. Reads sequences, owns nothing of theirs.
 
-    def __init__(self, layout: PageLayout, backend: Backend, buckets: ShapeBuckets) -> None:
+    `merged`: adapters are in the weights, and steps compute no LoRA.
+    """
+
+    def __init__(
+        self, layout: PageLayout, backend: Backend, buckets: ShapeBuckets, *, merged: bool = False
+    ) -> None:
         self._layout, self._backend, self._buckets = layout, backend, buckets
+        self._merged = merged
         self._slots = buckets.max_batch_size
         self._lora_groups: tuple[int, ...] = ()
 
@@ -172,9 +178,9 @@ class BatchBuilder:
             pages=max(len(c.sequence.pages) for c in plan),
             bias=sum(map(len, bias)),
         )
-        token_adapter, adapters = self._adapters(plan, shape)
         lora: Mapping[str, np.ndarray] = {}
-        if adapters:
+        if not self._merged and any(c.sequence.adapter is not None for c in plan):
+            token_adapter, adapters = self._adapters(plan, shape)
             planner, bounds = self._backend.planner, self._buckets.lora_shape(shape)
             needs = planner.needs(token_adapter, adapters, bounds)
             groups = self.expect(
@@ -302,8 +308,7 @@ def _targeted(adapters: list[AdapterBlocks], modules: tuple[int, ...]) -> bool:
 
 def _adapter_blocks(adapter: Adapter) -> AdapterBlocks:
     """A resident adapter as the backend's planner takes it."""
-    assert adapter.pages is not None
-    return np.asarray(adapter.pages, np.int32), *adapter.shape.layout.tables
+    return np.asarray(adapter.weight_pages, np.int32), *adapter.shape.layout.tables
 
 
 def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from slora_jax.checks import as_kind, as_list, check_fields
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort")  # of EngineConfig.scheduling_policy
+LoraMode = Literal["gathered", "padded-bmm", "merge"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
 _UNSUPPORTED = {  # field of an HF config.json -> the only value this project computes correctly today
@@ -186,6 +188,12 @@ class EngineConfig:
         None, "bytes of the pool; None: what memory_fraction of the device leaves"
     )
     memory_fraction: float = _option(0.85, "share of an accelerator's memory for weights and pool")
+    unified_memory: bool = _option(
+        True,
+        "KV and adapters share all pages; off (for ablation only): adapters lie in adapter_slots slots, each "
+        "as large as max_lora_rank on every module takes",
+    )
+    adapter_slots: int | None = _option(None, "adapters in the pool at most, without unified memory")
     enable_prefix_caching: bool = _option(
         True, "keep the KV of ended requests while memory allows, for prompts that begin alike"
     )
@@ -216,6 +224,12 @@ class EngineConfig:
         "auto",
         "kernels to run: xla (any device), mosaic (a Hopper GPU, bfloat16), auto (mosaic where it can be)",
     )
+    lora_mode: LoraMode = _option(
+        "gathered",
+        "how adapters are applied: gathered; for ablation only padded-bmm (a copy of its adapter's weights "
+        "for every token, padded to the batch's largest rank) or merge (one adapter at a time, in the base's "
+        "weights)",
+    )
     load_format: LoadFormat = _option(
         "auto", "form of the checkpoint; auto tells from the files, dummy makes random weights"
     )
@@ -237,7 +251,7 @@ class EngineConfig:
         10.0, "seconds of waiting that one step of a request's priority is worth (lower is earlier)"
     )
     cluster_max_passes: int = _option(
-        64, "with cluster: how many later sequences may go before one that could run"
+        64, "with cluster or merge: how many later sequences may go before one that could run"
     )
     ttft_target_s: float = _option(6.0, "with early-abort: seconds within which a first token is wanted")
     vtc_input_price: float = _option(1.0, "with vtc: price of a prompt token")
@@ -285,6 +299,7 @@ class EngineConfig:
             "pool_bytes",
             "adapter_host_bytes",
             "adapter_staging_bytes",
+            "adapter_slots",
         ):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
@@ -304,10 +319,19 @@ class EngineConfig:
             f"kernel_backend must be 'auto', 'xla' or 'mosaic', got {self.kernel_backend!r}",
         )
         _check(
+            self.lora_mode in LORA_MODES,
+            f"lora_mode must be one of {', '.join(LORA_MODES)}, got {self.lora_mode!r}",
+        )
+        _check(
             self.load_format in ("auto", "safetensors", "gguf", "orbax", "dummy"),
             f"load_format must be auto, safetensors, gguf, orbax or dummy, got {self.load_format!r}",
         )
         _check(self.max_lora_rank <= 256, f"max_lora_rank may be at most 256, got {self.max_lora_rank}")
+        _check(
+            self.unified_memory == (self.adapter_slots is None),
+            "adapter_slots says how many adapters the pool holds without unified memory, and is needed then: "
+            f"unified_memory is {self.unified_memory}, adapter_slots {self.adapter_slots}",
+        )
         _check(
             self.prefill_delay_steps >= 0,
             f"prefill_delay_steps must not be negative, got {self.prefill_delay_steps}",
@@ -339,6 +363,11 @@ class EngineConfig:
             f"scheduling_policy must be one of {', '.join(POLICIES)}, or several joined by '+' "
             f"(vtc+cluster), got {self.scheduling_policy!r}",
         )
+        _check(
+            self.lora_mode != "merge" or "cluster" not in self.policies,
+            "lora_mode 'merge' takes sequences by adapter already: leave cluster out of scheduling_policy "
+            f"{self.scheduling_policy!r}",
+        )
         for kind in ("tenant", "adapter"):
             for name in (f"{kind}_max_concurrency", f"{kind}_tokens_per_minute", f"{kind}_max_queue"):
                 value = getattr(self, name)
@@ -367,6 +396,7 @@ class EngineConfig:
         object.__setattr__(self, "tenant_weights", weights)
 
 
+LORA_MODES: tuple[str, ...] = typing.get_args(LoraMode)
 _LARGEST = 1e9  # price, weight, seconds
 _INTEGERS = 2**48
 

@@ -72,7 +72,7 @@ class Engine:
         self._layout = PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)
         size: PoolSize = size_pool(model_config, config, self._layout, mesh)
         self.max_model_len = size.max_model_len
-        self._pool = PagePool(size.num_pages)
+        self._pool = PagePool(size.num_pages, size.adapter_pages)
         self._reclaim = Reclaimer(self._pool)
         self._prefixes = PrefixCache(
             self._reclaim,
@@ -84,7 +84,9 @@ class Engine:
             model_config, config, mesh, self._layout, size.num_pages, size.max_model_len, params
         )
         host_bytes = host_budget(config.adapter_host_bytes, self._runner.pinned_host_limit)
-        self._adapters = AdapterStore(self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop)
+        self._adapters = AdapterStore(
+            self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop, slot_pages=size.slot_pages
+        )
         limits = SchedulerLimits(
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
@@ -96,6 +98,7 @@ class Engine:
             page_tokens=config.page_tokens,
             prefill_delay_steps=config.prefill_delay_steps,
             lookahead=max(1, config.adapter_prefetch),
+            one_adapter=config.lora_mode == "merge",
         )
         layout, dtype = self._layout, jnp.dtype(config.dtype)
         page_bytes = layout.n_layers * layout.tp * layout.page_elems * dtype.itemsize
@@ -106,7 +109,7 @@ class Engine:
             layout,
             dtype=dtype,
             max_rank=config.max_lora_rank,
-            usable_pages=self._pool.num_usable,
+            usable_pages=self._pool.usable_for("adapter"),
             page_bytes=page_bytes,
             host_copy=self._runner.host_copy,
             requests=self._requests,
@@ -134,7 +137,8 @@ class Engine:
                 max_model_len=size.max_model_len,
                 max_logprobs=config.max_logprobs,
                 page_tokens=config.page_tokens,
-                usable_pages=self._pool.num_usable,
+                usable_pages=self._pool.usable_for("kv"),
+                unified_memory=self._pool.unified,
             ),
             self._adapters,
             tokenizer,
@@ -457,8 +461,8 @@ class Engine:
             plan = self._scheduler.schedule()
             self._loader.transfer()
             if not self._fail_loads() and self.config.adapter_prefetch:
-                floor = int(self.config.prefetch_watermark * self._pool.num_usable)
-                self._loader.prefetch(self._pool.num_free - floor)
+                floor = int(self.config.prefetch_watermark * self._pool.usable_for("adapter"))
+                self._loader.prefetch(self._pool.free_for("adapter") - floor)
             left = until - time.monotonic()
             idle = self._in_flight is None and not self._undelivered and self._requests
             if plan or not idle or left <= 0 or not self._loader.wait(left):

@@ -31,7 +31,8 @@ class RequestLimits:
     max_model_len: int
     max_logprobs: int
     page_tokens: int
-    usable_pages: int
+    usable_pages: int  # by KV
+    unified_memory: bool  # so adapters take from usable_pages
 
 
 class RequestIntake:
@@ -170,9 +171,14 @@ class RequestIntake:
         return min(room * limits.page_tokens, limits.max_model_len)
 
     def _adapter_pages(self, adapter: Adapter | None) -> int:
-        """Pages that a request's own adapter takes, and those that are pinned."""
-        own = 0 if adapter is None else adapter.num_pages
-        return own + self._adapters.pinned_pages(beside=adapter)
+        """Pages that KV cannot have: of a request's own adapter, and of those that are pinned."""
+        own, pinned = self._beside_kv(adapter)
+        return own + pinned
+
+    def _beside_kv(self, adapter: Adapter | None) -> tuple[int, int]:
+        if not self._limits.unified_memory:
+            return 0, 0
+        return 0 if adapter is None else adapter.num_pages, self._adapters.pinned_pages(beside=adapter)
 
     def _check(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> None:
         limits = self._limits
@@ -203,12 +209,12 @@ class RequestIntake:
 
     def _check_room(self, length: int, adapter: Adapter | None) -> None:
         limits = self._limits
-        need = -(-length // limits.page_tokens) + (adapter.num_pages if adapter is not None else 0)
-        pinned = self._adapters.pinned_pages(beside=adapter)
+        own, pinned = self._beside_kv(adapter)
+        need = -(-length // limits.page_tokens) + own
         if need > limits.usable_pages - pinned:
             raise ValueError(
                 f"the request needs up to {need} pages ({length} tokens"
-                f"{'' if adapter is None else f' and adapter {adapter.name!r}'}), the pool has "
+                f"{f' and adapter {adapter.name!r}' if adapter and own else ''}), the pool has "
                 f"{limits.usable_pages}{f' less {pinned} of pinned adapters' if pinned else ''}: shorten the "
                 "prompt, lower max_tokens or raise num_pages"
             )

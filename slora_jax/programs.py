@@ -101,6 +101,11 @@ class ProgramBuilder:
         self._lock = threading.Lock()
         self._precision = "highest" if pool.dtype == jnp.float32 else "default"
 
+    @property
+    def layers(self) -> list[ModuleLeaves]:
+        """The model's layers. Programs hold their `leaves` lists: what is put there, steps compute with."""
+        return self._layers
+
     def parameters(self) -> list[jax.Array]:
         """The model's arrays."""
         return [leaf for module in (self._ends, *self._layers) for leaf in module.leaves]

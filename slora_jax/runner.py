@@ -22,12 +22,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from slora_jax.batch import BatchBuilder, ShapeBuckets, StepShape
 from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.lora.merging import WeightMerger
 from slora_jax.lora.transfer import AdapterTransfer, HostCopy, StagedCopy
 from slora_jax.memory.layout import PageLayout
 from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
 from slora_jax.models.params import checkpoint_specs
 from slora_jax.models.rope import Rope
 from slora_jax.pallas_kernels.backend import KernelShape, select_backend
+from slora_jax.pallas_kernels.padded_bmm import with_padded_bmm
 from slora_jax.programs import Program, ProgramBuilder
 from slora_jax.request import Sequence
 from slora_jax.sampling import update_token_counts
@@ -90,6 +92,8 @@ class ModelRunner:
         )
         self.backend = select_backend(config.kernel_backend, device.platform, capability, kernel_shape)
         logger.info("kernels: %s on %s", self.backend.name, device.device_kind)
+        if config.lora_mode == "padded-bmm":
+            self.backend = with_padded_bmm(self.backend)
         step_config = StepConfig(
             layout=layout,
             rope=Rope.from_config(model_config),
@@ -108,7 +112,10 @@ class ModelRunner:
             max_model_len=max_model_len,
             ratio=_BUCKET_RATIO,
         )
-        self._batches = BatchBuilder(layout, self.backend, self.buckets)
+        self._merger = (
+            WeightMerger(mesh, layout, self._builder.layers) if config.lora_mode == "merge" else None
+        )
+        self._batches = BatchBuilder(layout, self.backend, self.buckets, merged=self._merger is not None)
         self._programs: dict[StepShape, Program] = {}
         self._transfer = AdapterTransfer(mesh, self._pool, POOL_SPEC)
         self._count_tokens = jax.jit(
@@ -122,6 +129,8 @@ class ModelRunner:
             sequence = chunk.sequence
             if 0 < chunk.start == sequence.num_cached and sequence.request.params.has_penalties:
                 self._count_cached_tokens(sequence)
+        if self._merger is not None:
+            self._merger.switch(next(iter(plan)).sequence.adapter, self._pool)
         shape, words = self._batches.build(plan)
         packed = jax.device_put(words, self._sharding())
         self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
@@ -130,6 +139,11 @@ class ModelRunner:
         rows = [(row, chunk) for row, chunk in _rows(plan, shape) if chunk.samples]
         logprobs = any(chunk.sequence.request.params.logprobs is not None for _, chunk in rows)
         return InFlight(rows, output, logprobs)
+
+    @property
+    def merges(self) -> int:
+        """How often the weights changed from one adapter (or the base) to another."""
+        return 0 if self._merger is None else self._merger.switches
 
     @property
     def stages_adapters(self) -> bool:
@@ -187,7 +201,8 @@ class ModelRunner:
 
     def warmup(self, lora_groups: Iterable[int], progress: Progress | None = None) -> None:
         """Compile the usual shapes, with LoRA for these groups of modules."""
-        self.compile(self.buckets.usual(self.expect(lora_groups)), progress)
+        shapes = self.buckets.usual(self.expect(lora_groups))
+        self.compile([s for s in shapes if self._merger is None or not s.lora], progress)
 
     def expect(self, lora_groups: Iterable[int]) -> tuple[int, ...]:
         """See `BatchBuilder.expect`."""

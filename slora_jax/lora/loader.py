@@ -135,7 +135,9 @@ class AdapterLoader:
             return
         since, together = time.monotonic(), sum(len(t.pages) for t in waiting)
         try:
-            copies = self._device.stage_adapters([t.host for t in waiting], [t.pages for t in waiting])
+            copies = self._device.stage_adapters(
+                [t.host for t in waiting], [t.adapter.weight_pages for t in waiting]
+            )
         except Exception as error:
             for t in waiting:
                 self._fail(t.adapter, error)

@@ -29,9 +29,9 @@ from slora_jax.request import Request
 class AdapterRegistry:
     """What `Engine` offers of adapters; its methods of the same names say effects and errors.
 
-    `dtype` and `page_bytes` are of the pool, which has `usable_pages`. `host_copy` makes an adapter's pages
-    ready to be copied. `requests` are those under way, the engine's own table. Only `prepare` may be called
-    in any thread.
+    `dtype` and `page_bytes` are of the pool, which has `usable_pages` for adapters. `host_copy` makes an
+    adapter's pages ready to be copied. `requests` are those under way, the engine's own table. Only `prepare`
+    may be called in any thread.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class AdapterRegistry:
         need = shape.layout.num_pages
         old = self._store.find(name) if replace else None
         if old is not None and old.pinned:
-            self._check_pinned(self._store.pinned - {old}, need, f"adapter '{name}' is pinned")
+            new = self._store.slot_pages or need
+            self._check_pinned(self._store.pinned - {old}, new, f"adapter '{name}' is pinned")
         nbytes = need * self._page_bytes
         return self._store.info(self._store.register(name, path, shape, nbytes, stamp, host, replace=replace))
 
@@ -126,8 +127,13 @@ class AdapterRegistry:
         return {m for a in self._store for m in a.shape.target_modules}
 
     def _check_size(self, name: str, shape: AdapterShape) -> None:
-        need = shape.layout.num_pages
-        if need >= self._usable_pages:
+        need, slot = shape.layout.num_pages, self._store.slot_pages
+        if slot is not None and need > slot:
+            raise ValueError(
+                f"adapter '{name}' needs {need} pages, a slot without unified memory has {slot}: raise "
+                "max_lora_rank"
+            )
+        if slot is None and need >= self._usable_pages:
             raise ValueError(
                 f"adapter '{name}' needs {need} pages, the pool has {self._usable_pages}: "
                 "raise num_pages or pool_bytes"
@@ -141,8 +147,10 @@ class AdapterRegistry:
         if pages >= usable:
             raise ValueError(
                 f"{what}: pinned adapters would take {pages} pages of {usable}, and leave none for requests: "
-                "unpin others or raise num_pages"
+                f"unpin others or raise {'num_pages' if self._store.slot_pages is None else 'adapter_slots'}"
             )
+        if self._store.slot_pages is not None:
+            return  # a slot is left for those that are not pinned, and KV has its own pages
         for request in self._requests.values():
             own = request.adapter
             longest = max(s.max_len for s in request.sequences)

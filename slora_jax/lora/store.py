@@ -23,6 +23,7 @@ from slora_jax.lora.host_cache import HostCache
 from slora_jax.lora.packing import AdapterShape
 from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.transfer import HostCopy
+from slora_jax.memory.page_pool import PageKind
 from slora_jax.memory.reclaim import HolderKind, IdleHeap, Reclaimer
 from slora_jax.outputs import AdapterInfo
 
@@ -52,6 +53,7 @@ class Adapter:
     last_sought: int = -1  # the host cache's turn
     waited_since: float | None = None  # monotonic time since when a request waits for nothing else
     usage: float = -math.inf  # of Reclaimer
+    slot_pages: int | None = None  # of its slot, without unified memory
 
     @property
     def resident(self) -> bool:
@@ -59,19 +61,34 @@ class Adapter:
 
     @property
     def num_pages(self) -> int:
-        return self.shape.layout.num_pages
+        """Pages that it takes of the pool: what its weights need, or a whole slot."""
+        return self.slot_pages or self.shape.layout.num_pages
+
+    @property
+    def weight_pages(self) -> list[int]:
+        """Those of its pages that its weights lie in; it has some."""
+        assert self.pages is not None
+        return self.pages if self.slot_pages is None else self.pages[: self.shape.layout.num_pages]
 
 
 class AdapterStore:
     """Adapters by name, their host copies, and the pages of those that have some. Host state only.
 
-    `on_freed(generation)` is told of each generation that nobody can use again.
+    `on_freed(generation)` is told of each generation that nobody can use again. With `slot_pages` every
+    adapter takes so many pages, whatever it needs.
     """
 
     kind: HolderKind = "adapter"
 
-    def __init__(self, reclaim: Reclaimer, host: HostCache, on_freed: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        reclaim: Reclaimer,
+        host: HostCache,
+        on_freed: Callable[[int], None],
+        slot_pages: int | None = None,
+    ) -> None:
         self.host = host
+        self.slot_pages = slot_pages
         self._pool, self._reclaim, self._on_freed = reclaim.pool, reclaim, on_freed
         self._by_name: dict[str, Adapter] = {}
         self._pinned: set[Adapter] = set()  # by name
@@ -131,6 +148,7 @@ class AdapterStore:
                 )
             self.unregister(name)
         adapter = Adapter(name, path, next(self._generations), shape, host_bytes, stamp)
+        adapter.slot_pages = self.slot_pages
         self._by_name[name] = adapter
         self.set_pinned(adapter, pinned)
         if host is not None:
@@ -245,7 +263,7 @@ class AdapterStore:
     def reserve(self, adapter: Adapter) -> bool:
         """Give an absent adapter pages, evicting others where needed: it is *staged*. False: no room."""
         assert adapter.pages is None
-        if not self.make_room(adapter.num_pages):
+        if not self.make_room(adapter.num_pages, "adapter"):
             return False
         adapter.pages = self._pool.allocate(adapter.num_pages, "adapter")
         adapter.state = "staged"
@@ -266,18 +284,20 @@ class AdapterStore:
         del self._staged[adapter.generation]
         self._give_back(adapter)
 
-    def make_room(self, pages: int) -> bool:
-        """Until `pages` are free, evict what is idle, then adapters that waiting sequences need, then
-        withdraw staged ones, the latest first; all or nothing.
+    def make_room(self, pages: int, kind: PageKind) -> bool:
+        """Until `pages` are free for a use, evict what is idle, then adapters that waiting sequences need,
+        then withdraw staged ones, the latest first; all or nothing.
         """
-        if self._reclaim.make_room(pages):
+        if self._reclaim.make_room(pages, kind):
             return True
-        idle = self._reclaim.idle_pages
+        if kind == "kv" and not self._pool.unified:
+            return False  # no adapter has pages that could be KV's
+        idle, free_for = self._reclaim.idle_pages(kind), self._pool.free_for
         others = sum(a.num_pages for held in (self._sought, self._staged) for a in held.values())
-        if pages > self._pool.num_free + idle + others:
+        if pages > free_for(kind) + idle + others:
             return False
-        self._reclaim.make_room(self._pool.num_free + idle)
-        while self._pool.num_free < pages:
+        self._reclaim.make_room(free_for(kind) + idle, kind)
+        while free_for(kind) < pages:
             if self._sought:
                 self._evict(next(reversed(self._sought.values())))
                 self._reclaim.evictions["adapter"] += 1

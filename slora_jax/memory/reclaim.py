@@ -1,5 +1,8 @@
 """What leaves the pool when pages are wanted: one budget for KV, cached prefixes and idle adapters.
 
+Without unified memory (an ablation) there are two budgets: only prefixes give way to KV, only adapters to
+adapters.
+
 Whatever nobody runs on stays in the pool until its pages are wanted, and then the least valuable goes first.
 The value of a page is (seconds to bring it back) x (uses expected a unit of time). Seconds are measured:
 tokens a page over prefill speed, an adapter's page over copy speed. Uses are counted with exponential decay
@@ -17,7 +20,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
-from slora_jax.memory.page_pool import PagePool
+from slora_jax.memory.page_pool import PageKind, PagePool
 
 HolderKind = Literal["adapter", "prefix"]
 HALF_LIFE = 1024  # admissions
@@ -134,18 +137,20 @@ class Reclaimer:
         self.pool = pool
         self.costs = PageCosts()
         self.evictions: collections.Counter[HolderKind] = collections.Counter()  # adapters, pages of prefixes
-        self._holders: list[PageHolder] = []
+        # Whose idle pages may become pages of a kind: everybody's, with unified memory.
+        self._givers: dict[PageKind, list[PageHolder]] = {"kv": [], "adapter": []}
         self._now = 0  # admissions so far
         # Evicting a little more than is wanted, once in a while, instead of page by page in every step.
-        self._slack = min(pool.num_usable // _SLACK_SHARE, _MAX_SLACK)
+        self._slack = min(pool.usable_for("kv") // _SLACK_SHARE, _MAX_SLACK)
 
     def add(self, holder: PageHolder) -> None:
-        self._holders.append(holder)
+        for kind, givers in self._givers.items():
+            if self.pool.unified or (kind == "adapter") == (holder.kind == "adapter"):
+                givers.append(holder)
 
-    @property
-    def idle_pages(self) -> int:
-        """Pages that can be freed now."""
-        return sum(holder.idle_pages for holder in self._holders)
+    def idle_pages(self, kind: PageKind) -> int:
+        """Pages that can be freed now, and may become pages of a kind."""
+        return sum(holder.idle_pages for holder in self._givers[kind])
 
     def admitted(self) -> None:
         """Time passes: one more sequence was let in."""
@@ -165,19 +170,28 @@ class Reclaimer:
         """It is here for a use that is yet to come: worth half a use now, at least."""
         thing.usage = max(thing.usage, self._now / HALF_LIFE - 1)
 
-    def can_make_room(self, pages: int, keep: int = 0) -> bool:
-        """Whether `pages` are free or idle, beside `keep` idle ones that must stay; O(1)."""
-        return self.pool.num_free + self.idle_pages - keep >= pages
+    def fits(self, *, kv: int, adapter: int, keep_prefix: int = 0, keep_adapter: int = 0) -> bool:
+        """Whether pages for both uses are free or idle, beside idle ones that must stay; O(1)."""
+        if self.pool.unified:
+            return self.can_make_room(kv + adapter, keep_prefix + keep_adapter)
+        return self.can_make_room(kv, keep_prefix) and self.can_make_room(adapter, keep_adapter, "adapter")
 
-    def make_room(self, pages: int) -> bool:
-        """Evict the least valuable idle things until `pages` are free; all or nothing."""
-        if self.pool.num_free >= pages:
+    def can_make_room(self, pages: int, keep: int = 0, kind: PageKind = "kv") -> bool:
+        """Whether `pages` for a use are free or idle, beside `keep` idle ones that must stay; O(1)."""
+        return self.pool.free_for(kind) + self.idle_pages(kind) - keep >= pages
+
+    def make_room(self, pages: int, kind: PageKind = "kv") -> bool:
+        """Evict the least valuable idle things until `pages` are free for a use; all or nothing."""
+        free_for = self.pool.free_for
+        if free_for(kind) >= pages:
             return True
-        if not self.can_make_room(pages):
+        if not self.can_make_room(pages, kind=kind):
             return False
-        enough = min(pages + self._slack, self.pool.num_free + self.idle_pages)
-        while (missing := enough - self.pool.num_free) > 0:
-            values = [(h.least_usage() + self.costs.log2(h.kind), h) for h in self._holders if h.idle_pages]
+        slack = self._slack if self.pool.unified or kind == "kv" else 0  # a slot more is an adapter less
+        enough = min(pages + slack, free_for(kind) + self.idle_pages(kind))
+        while (missing := enough - free_for(kind)) > 0:
+            givers = [h for h in self._givers[kind] if h.idle_pages]
+            values = [(h.least_usage() + self.costs.log2(h.kind), h) for h in givers]
             (_, least), *others = sorted(values, key=lambda value: value[0])
             limit = others[0][0] - self.costs.log2(least.kind) if others else math.inf
             self.evictions[least.kind] += least.evict(missing, limit)

@@ -22,6 +22,8 @@ class PoolSize:
 
     num_pages: int  # the reserved page 0 included
     max_model_len: int
+    adapter_pages: int | None = None  # of num_pages, for adapters alone; None: unified memory
+    slot_pages: int | None = None  # of these, for each adapter
 
 
 def size_pool(
@@ -30,7 +32,8 @@ def size_pool(
     """Pages from `num_pages`, `pool_bytes`, or what `memory_fraction` of the device leaves beside the
     weights.
 
-    Raises ValueError where not even one sequence of `max_model_len` fits, and says how many tokens do.
+    Raises ValueError where not even one sequence of `max_model_len` fits, and says how many tokens do, or
+    where adapters' slots leave no page for KV.
     """
     page_bytes = layout.n_layers * layout.page_elems * (4 if config.dtype == "float32" else 2)  # on one shard
     wanted_len = min(config.max_model_len or model.max_position_embeddings, _longest(model))
@@ -41,7 +44,7 @@ def size_pool(
         )
     num_pages = config.num_pages
     if num_pages is None:
-        budget = config.pool_bytes or _free_bytes(config, mesh)
+        budget = config.pool_bytes or _free_bytes(config, layout, mesh)
         if budget is None:  # as much again as a full batch needs, for adapters
             full = config.max_batch_size * math.ceil(wanted_len / config.page_tokens)
             budget = min(CPU_POOL_BYTES, (2 * full + 1) * page_bytes)
@@ -51,13 +54,26 @@ def size_pool(
                 f"{max(0, budget)} bytes hold {max(0, num_pages)} pages of {page_bytes} bytes; a pool needs "
                 "2: raise pool_bytes or memory_fraction, or shard the model over more devices"
             )
-    fits = (num_pages - 1) * config.page_tokens
+    slot_pages = adapter_pages = None
+    if config.adapter_slots is not None:
+        slot_pages = layout.adapter(dict.fromkeys(layout.in_dims, config.max_lora_rank)).num_pages
+        adapter_pages = config.adapter_slots * slot_pages
+        if adapter_pages >= num_pages - 1:
+            raise ValueError(
+                f"adapter_slots {config.adapter_slots} of {slot_pages} pages (rank {config.max_lora_rank} on "
+                f"every module) leave none for KV, the pool has {num_pages - 1}: lower adapter_slots or "
+                "max_lora_rank, or raise num_pages or pool_bytes"
+            )
+    kv_pages = num_pages - 1 - (adapter_pages or 0)
+    fits = kv_pages * config.page_tokens
     if config.max_model_len is not None and wanted_len > fits:
         raise ValueError(
-            f"a sequence of max_model_len {wanted_len} does not fit: the pool has {num_pages - 1} pages "
+            f"a sequence of max_model_len {wanted_len} does not fit: the pool has {kv_pages} pages "
             f"of {config.page_tokens} tokens ({fits} tokens); raise num_pages or pool_bytes, or lower "
             "max_model_len"
         )
+    if config.adapter_slots is not None:
+        logger.info("%d slots of %d pages are adapters' only", config.adapter_slots, slot_pages)
     logger.info(
         "pool: %d pages of %d tokens, %.2f GiB a shard: %d tokens of KV, or %d rank-16 adapters (all "
         "modules)",
@@ -69,7 +85,7 @@ def size_pool(
     )
     if fits < wanted_len:
         logger.warning("sequences are limited to the %d tokens that the pool holds, not %d", fits, wanted_len)
-    return PoolSize(num_pages, min(wanted_len, fits))
+    return PoolSize(num_pages, min(wanted_len, fits), adapter_pages, slot_pages)
 
 
 def _longest(model: ModelConfig) -> int:
@@ -83,9 +99,18 @@ def _longest(model: ModelConfig) -> int:
     return int(model.max_position_embeddings * factor)
 
 
-def _free_bytes(config: EngineConfig, mesh: jax.sharding.Mesh) -> int | None:
-    """What the fullest device has left of its share; None where devices do not report their memory (CPUs)."""
+def _free_bytes(config: EngineConfig, layout: PageLayout, mesh: jax.sharding.Mesh) -> int | None:
+    """What the fullest device has left of its share, beside the projections that merges write; None where
+    devices do not report their memory (CPUs).
+    """
     stats = [d.memory_stats() for d in np.asarray(mesh.devices).flat]
     if not all(stats):
         return None
-    return min(int(s["bytes_limit"] * config.memory_fraction) - int(s["bytes_in_use"]) for s in stats if s)
+    free = min(int(s["bytes_limit"] * config.memory_fraction) - int(s["bytes_in_use"]) for s in stats if s)
+    return free - (merged_bytes(config, layout) if config.lora_mode == "merge" else 0)
+
+
+def merged_bytes(config: EngineConfig, layout: PageLayout) -> int:
+    """Of a shard's projections, which an adapter that targets all of them doubles when it is merged."""
+    elements = sum(layout.in_dims[m] * layout.out_dims[m] for m in layout.in_dims)
+    return layout.n_layers * elements * (4 if config.dtype == "float32" else 2)

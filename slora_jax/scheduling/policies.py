@@ -101,6 +101,26 @@ class FcfsOrder:
         self._waiting.discard(sequence)
 
 
+class Passes:
+    """How often the oldest of some waiting sequences was overtaken."""
+
+    def __init__(self) -> None:
+        self._arrivals: collections.OrderedDict[Sequence, int] = collections.OrderedDict()  # oldest first
+        self._arrived = self._gone = 0
+
+    def arrived(self, sequence: Sequence) -> None:
+        self._arrivals[sequence] = self._arrived
+        self._arrived += 1
+
+    def left(self, sequence: Sequence) -> None:
+        del self._arrivals[sequence]
+        self._gone += 1
+
+    def count(self) -> int:
+        """How many that arrived after the oldest one have left: as many as left, but for those before it."""
+        return self._gone - next(iter(self._arrivals.values())) if self._arrivals else 0
+
+
 def _in_batch(adapter: Adapter | None) -> bool:
     return adapter is None or adapter.in_use > 0
 
@@ -128,16 +148,14 @@ class ClusterOrder:
         # For every adapter that is near its first sequence, and maybe others. Adapters go away untold, so
         # entries are checked when they are met.
         self._near = ((RankHeap(), _in_batch), (RankHeap(), _resident))
-        self._arrivals: collections.OrderedDict[Sequence, int] = collections.OrderedDict()  # oldest first
-        self._arrived = self._gone = 0
+        self._passes = Passes()
 
     def add(self, sequence: Sequence) -> None:
-        self._arrivals[sequence] = self._arrived
-        self._arrived += 1
+        self._passes.arrived(sequence)
         self.release(sequence)
 
     def head(self) -> Sequence | None:
-        if self._passes() < self._max_passes:
+        if self._passes.count() < self._max_passes:
             for heap, is_near in self._near:
                 while (sequence := heap.head()) is not None:
                     if is_near(sequence.adapter):
@@ -175,8 +193,7 @@ class ClusterOrder:
 
     def remove(self, sequence: Sequence, admitted: bool) -> None:
         self.hold(sequence)
-        del self._arrivals[sequence]
-        self._gone += 1
+        self._passes.left(sequence)
 
     def came_near(self, adapter: Adapter) -> None:
         """An adapter of `seekers` was brought into the batch or the pool."""
@@ -188,10 +205,6 @@ class ClusterOrder:
         for heap, is_near in self._near:
             if is_near(sequence.adapter):
                 heap.push(sequence)
-
-    def _passes(self) -> int:
-        """How many that arrived after the oldest one have left: as many as left, but for those before it."""
-        return self._gone - next(iter(self._arrivals.values())) if self._arrivals else 0
 
 
 @dataclasses.dataclass(eq=False)

@@ -70,6 +70,7 @@ class SchedulerLimits:
     page_tokens: int
     prefill_delay_steps: int
     lookahead: int  # waiting sequences whose adapters are loaded before their turn
+    one_adapter: bool = False  # in the batch, at a time
 
 
 class Scheduler:
@@ -214,7 +215,7 @@ class Scheduler:
     def _ensure_pages(self, plan: StepPlan, sequence: Sequence, tokens: int) -> bool:
         """Grow a running sequence to `tokens`; preempts younger sequences, at last itself (then False)."""
         need = self.pages_for(tokens) - len(sequence.pages)
-        while need > 0 and not self._adapters.make_room(need):
+        while need > 0 and not self._adapters.make_room(need, "kv"):
             victim = next(reversed(self.running))
             self._preempt(plan, victim)
             if victim is sequence:
@@ -248,29 +249,35 @@ class Scheduler:
 
         One whose adapter is not resident yet is passed over while it is loaded, but those behind it are let
         in only beside the room that it will need: nobody is overtaken for good. One that lacks room stops all
-        behind it. The first `lookahead` have their adapters loaded even where they cannot run yet.
+        behind it. The first `lookahead` have their adapters loaded even where they cannot run yet. With
+        `one_adapter`, the first one of another than the batch's stops all behind it, too.
         """
         limits = self._limits
         lacking = sum(map(self._lacking, self.running))
-        ahead = 0  # pages that those passed over will need
+        ahead = ahead_adapters = 0  # pages that those passed over will need, and their adapters
         counted: set[int] = set()  # generations whose pages are in `ahead`
         blocked = False
+        turn = next(iter(self.running), None)  # with one_adapter: whose adapter the batch has
         now = self._clock()
         with contextlib.closing(self.waiting.candidates()) as candidates:
             window = itertools.islice(candidates, limits.max_batch_size + limits.lookahead)
             for index, sequence in enumerate(window):
+                turn = turn or sequence
+                delayed |= limits.one_adapter and sequence.adapter is not turn.adapter
                 can_run = bool(self._slots) and self._has_budget(plan) and not (blocked or delayed)
                 if sequence.pending or (not can_run and index >= limits.lookahead):
                     break
                 adapter = sequence.adapter
                 known = adapter is None or adapter.generation in counted
                 alone = not self.running and not ahead  # intake saw to it that it fits
-                blocked |= not (alone or self._fits(sequence, lacking + ahead, known))
+                blocked |= not (alone or self._fits(sequence, lacking + ahead, ahead_adapters, known))
                 can_run = can_run and not blocked
                 absent = adapter is not None and not adapter.resident
                 ready = adapter is None or self._loader.seek(adapter, room=not blocked, waits=can_run)
                 if absent and ready:  # at once; the room for it may have been its own prefix
-                    can_run = can_run and (alone or self._fits(sequence, lacking + ahead, known))
+                    can_run = can_run and (
+                        alone or self._fits(sequence, lacking + ahead, ahead_adapters, known)
+                    )
                 if ready and can_run:
                     self._start(sequence, now)
                     self._take(plan, sequence)
@@ -280,24 +287,28 @@ class Scheduler:
                 if adapter is not None and not known:
                     counted.add(adapter.generation)
                     self._adapters.touch(adapter)
-                    ahead += adapter.num_pages if adapter.pages is None else 0
+                    ahead_adapters += adapter.num_pages if adapter.pages is None else 0
 
-    def _fits(self, sequence: Sequence, beside: int, known: bool) -> bool:
-        """Whether a waiting sequence could be let in, `beside` pages that others need; `known`: its adapter's
-        are among these.
+    def _fits(self, sequence: Sequence, beside: int, beside_adapters: int, known: bool) -> bool:
+        """Whether a waiting sequence could be let in, `beside` pages that others need and those that their
+        adapters do; `known`: its adapter's are among these.
 
         All of its prompt, beside what running ones lack of theirs and a page for their next tokens: who is
         let in for less is preempted before it samples, and computes its prompt in vain.
         """
         adapter, prefix = sequence.adapter, self._prefixes.match(sequence)
-        need = beside + self.pages_for(sequence.num_tokens) - len(prefix)
-        keep = sum(not node.users for node in prefix)
+        own = keep = 0
         if adapter is not None and not known:
             if adapter.pages is None:
-                need += adapter.num_pages
+                own = adapter.num_pages
             elif self._adapters.is_idle(adapter):
-                keep += adapter.num_pages
-        return self._reclaim.can_make_room(need, keep)
+                keep = adapter.num_pages
+        return self._reclaim.fits(
+            kv=beside + self.pages_for(sequence.num_tokens) - len(prefix),
+            adapter=beside_adapters + own,
+            keep_prefix=sum(not node.users for node in prefix),
+            keep_adapter=keep,
+        )
 
     def _lacking(self, sequence: Sequence) -> int:
         """Pages that a running sequence lacks of its prompt, and one for its next tokens."""

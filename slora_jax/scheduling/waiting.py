@@ -10,6 +10,7 @@ from slora_jax.config import EngineConfig
 from slora_jax.request import Request, Sequence
 from slora_jax.scheduling.early_abort import EarlyAbort
 from slora_jax.scheduling.limits import Limit, Limits
+from slora_jax.scheduling.merge_order import MergeOrder, Turn
 from slora_jax.scheduling.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
 
 _FORGET_AT = 1024  # deadlines
@@ -26,7 +27,8 @@ class WaitingQueue:
         self._clock = clock
         self._priority_s = config.priority_s
         self._seekers: Seekers = {}
-        self._order = _order(config, self._seekers)
+        self._turn = Turn()
+        self._order = _order(config, self._seekers, self._turn)
         self._vtc = self._order if isinstance(self._order, VtcOrder) else None
         self._limits = _limits(config, clock)
         self._early = EarlyAbort(config.ttft_target_s) if "early-abort" in config.policies else None
@@ -106,6 +108,7 @@ class WaitingQueue:
             self._preempted.discard(sequence)
         else:
             self._order.remove(sequence, admitted=True)
+        self._turn.adapter = sequence.adapter
         adapter = sequence.adapter
         if adapter is not None and adapter.in_use == 1:  # the first of the batch
             for order in self._seekers.get(adapter, ()):
@@ -201,8 +204,10 @@ class WaitingQueue:
         return self._waiting.pop(sequence)
 
 
-def _order(config: EngineConfig, seekers: Seekers) -> Order:
+def _order(config: EngineConfig, seekers: Seekers, turn: Turn) -> Order:
     def within() -> Order:
+        if config.lora_mode == "merge":
+            return MergeOrder(config.cluster_max_passes, turn)
         if "cluster" in config.policies:
             return ClusterOrder(config.cluster_max_passes, seekers)
         return FcfsOrder()

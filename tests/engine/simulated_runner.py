@@ -82,6 +82,7 @@ class SimulatedRunner:
         self._memory: list[Any] = [None] * num_pages
         self._last: dict[int, int] = {}
         self.max_step_tokens = config.max_step_tokens
+        self.merges = config.lora_mode == "merge"
 
     stages_adapters = False
     pinned_host_limit: int | None = None
@@ -100,6 +101,7 @@ class SimulatedRunner:
 
     def launch(self, plan: StepPlan) -> SimulatedInFlight:
         assert plan.num_tokens <= self.max_step_tokens
+        assert not self.merges or len({c.sequence.generation for c in plan}) == 1, "two adapters in a batch"
         rows: list[tuple[int, Chunk]] = []
         tokens: list[int] = []
         for chunk in plan:
@@ -133,8 +135,7 @@ class SimulatedRunner:
         adapter = chunk.sequence.adapter
         if adapter is None:
             return BASE
-        assert adapter.pages is not None
-        found = [self._memory[p] for p in adapter.pages]
+        found = [self._memory[p] for p in adapter.weight_pages]
         fingerprint = found[0][1]
         assert found == [("adapter", fingerprint, i) for i in range(len(found))], found
         return int(fingerprint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -65,6 +65,9 @@ def shared_prompts() -> st.SearchStrategy[list[int]]:
 class EngineMachine(RuleBasedStateMachine):
     """Users add, abort, load, reload and unload at any moment; every sequence must end once, and rightly."""
 
+    fields: ClassVar[dict[str, Any]] = {}  # of EngineConfig
+    slot_pages = 0  # beside num_pages, for adapters alone
+
     @initialize(
         num_pages=st.integers(25, 80),
         max_batch_size=st.integers(1, 6),
@@ -85,11 +88,12 @@ class EngineMachine(RuleBasedStateMachine):
         load: int,
     ) -> None:
         self.engine = simulated_engine(
-            num_pages=num_pages,
+            num_pages=num_pages + self.slot_pages,
             max_batch_size=max_batch_size,
             max_step_tokens=max_step_tokens,
             prefill_chunk_tokens=chunk,
             enable_prefix_caching=caching,
+            **self.fields,
         )
         self.prompts: dict[tuple[str, int], list[int]] = {}
         self.names: dict[str, str | None] = {}
@@ -120,10 +124,10 @@ class EngineMachine(RuleBasedStateMachine):
             return
         params = SamplingParams(max_tokens=max_tokens, n=n)
         pages = -(-(len(prompt) + max_tokens) // 4)
-        for adapter in self.engine.adapters():
+        for adapter in () if self.slot_pages else self.engine.adapters():
             if adapter.pinned or (adapter.name == name and adapter.state != "draining"):
                 pages += adapter.pages
-        if pages > self.engine.stats().pages_total:
+        if pages > self.engine.stats().pages_total - self.slot_pages:
             with pytest.raises(ValueError, match="pages"):
                 self.engine.add_request(prompt, name, params)
             return

@@ -41,10 +41,34 @@ def test_integrity_names_the_page_that_leaked_or_is_held_twice() -> None:
     pool.check_integrity([pages], [])
 
 
+def test_without_unified_paging_neither_use_takes_the_other_s_pages() -> None:
+    pool = PagePool(10, adapter_pages=4)
+    kv, adapter = pool.allocate(5, "kv"), pool.allocate(4, "adapter")
+    assert kv is not None
+    assert adapter is not None
+    assert (sorted(kv), sorted(adapter)) == ([1, 2, 3, 4, 5], [6, 7, 8, 9])
+    pool.check_integrity([kv], [adapter])
+    pool.release(kv)
+    assert (pool.num_free, pool.free_for("kv"), pool.free_for("adapter")) == (5, 5, 0)
+    assert pool.allocate(1, "adapter") is None
+    assert (pool.usable_for("kv"), pool.usable_for("adapter"), pool.num_usable) == (5, 4, 9)
+
+
+@pytest.mark.parametrize("adapter_pages", [0, 9, 20])
+def test_each_use_has_a_page(adapter_pages: int) -> None:
+    with pytest.raises(ValueError, match=f"{adapter_pages} pages of 9 for adapters alone"):
+        PagePool(10, adapter_pages)
+
+
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["kv", "adapter", "share", "release"]), st.integers(0, 6))))
-def test_random_operations_keep_the_book_right(operations: list[tuple[str, int]]) -> None:
-    pool = PagePool(20)
+@given(
+    st.lists(st.tuples(st.sampled_from(["kv", "adapter", "share", "release"]), st.integers(0, 6))),
+    st.sampled_from([None, None, 7]),
+)
+def test_random_operations_keep_the_book_right(
+    operations: list[tuple[str, int]], adapter_pages: int | None
+) -> None:
+    pool = PagePool(20, adapter_pages)
     kv: list[list[int]] = []
     adapters: list[list[int]] = []
     for operation, n in operations:

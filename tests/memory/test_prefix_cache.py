@@ -202,7 +202,7 @@ def test_random_histories(operations: list[tuple[str, int, list[int]]]) -> None:
         elif operation == "end" and busy is not None:
             cache.end(busy)
         elif operation == "evict":
-            assert cache.reclaim.make_room(min(n % 30, cache.pool.num_free + cache.reclaim.idle_pages))
+            assert cache.reclaim.make_room(min(n % 30, cache.pool.num_free + cache.reclaim.idle_pages("kv")))
         elif operation == "drop" and all(s.generation != n % 3 for s in cache.running):
             cache.prefixes.drop(n % 3)
         cache.check()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slora_jax import EngineConfig, ModelConfig
@@ -42,3 +44,21 @@ def test_a_length_beyond_the_model_s_is_refused() -> None:
 def test_bytes_that_hold_no_page_are_refused_with_the_fix() -> None:
     with pytest.raises(ValueError, match=r"100 bytes hold 0 pages of \d+ bytes; .* raise pool_bytes"):
         size(pool_bytes=100)
+
+
+class Device:
+    """An accelerator that reports its memory."""
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 10_000_000, "bytes_in_use": 500_000}
+
+
+def test_merges_leave_room_for_a_second_copy_of_the_projections() -> None:
+    mesh: Any = types.SimpleNamespace(devices=np.array([Device()]))
+    layout = PageLayout.for_model(MODEL, 16, 1)
+    gathered = size_pool(MODEL, EngineConfig(max_model_len=64), layout, mesh).num_pages
+    merging = size_pool(MODEL, EngineConfig(max_model_len=64, lora_mode="merge"), layout, mesh).num_pages
+    projections = 2 * 2 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 64 * 128)  # layers, bytes
+    page = 2 * 2 * 16 * 4 * 16 * 2
+    assert gathered == 8_000_000 // page
+    assert merging == (8_000_000 - projections) // page

@@ -54,12 +54,14 @@ from benchmarks.bench_engine import (
     start_decoding,
 )
 from benchmarks.record import record
+from benchmarks.sim_scheduler import POLICIES, gamma_arrivals
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.batch import StepShape
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.peft import module_features
 from slora_jax.memory.layout import GROUPS
+from slora_jax.request import Request
 from slora_jax.sharding.mesh import make_mesh
 
 SHORTEST = 8  # tokens of a prompt or an output
@@ -86,6 +88,7 @@ class Workbench:
         )
         self.runner = self._first._runner
         self.layout = self._first._layout
+        self.vocab_size = self._first.model_config.vocab_size
         self.num_pages = self.runner.pool.shape[1]
         self.page_tokens = self._first.config.page_tokens
         self._adapters: dict[int, PreparedAdapter] = {}
@@ -397,7 +400,7 @@ class Window:
 def thrash(bench: Workbench, args: argparse.Namespace) -> None:
     """Output tokens/s with working sets of 1, 2, 4 times what the pool holds, against room for all."""
     prepared, held = bench.adapters(SETTINGS[args.setting]), args.adapters_in_pool
-    cut = cut_pool(bench, args)
+    cut = cut_pool(bench, args, max(args.working_set))
     memories: dict[str, dict[str, Any]] = {"all-resident": {}, "unified": {"num_pages": cut}}
     for slots in args.adapter_slots if args.no_unified_memory else ():
         memories[f"{slots} slots"] = {"num_pages": cut, "unified_memory": False, "adapter_slots": slots}
@@ -407,7 +410,7 @@ def thrash(bench: Workbench, args: argparse.Namespace) -> None:
         names = register_adapters(engine, prepared, n)
         if memory == "all-resident":
             make_resident(engine, names)
-        work = Workload(names, by_popularity(popularity, n), bench.longest, engine.model_config.vocab_size)
+        work = Workload(names, by_popularity(popularity, n), bench.longest, bench.vocab_size)
         return closed_loop(engine, work, seconds)
 
     # What was not foreseen is compiled here.
@@ -441,22 +444,22 @@ def thrash(bench: Workbench, args: argparse.Namespace) -> None:
             report("thrash", case, round(rate, 1), "output tokens/s", **extra)
 
 
-def cut_pool(bench: Workbench, args: argparse.Namespace) -> int:
+def cut_pool(bench: Workbench, args: argparse.Namespace, largest: int = 1) -> int:
     """Pages that hold the KV of a full batch and --adapters-in-pool adapters.
 
-    Ends with a message where the whole pool would not hold the largest working set beside that KV.
+    Ends with a message where the whole pool would not hold `largest` times as many beside that KV.
     """
-    layout, ranks = bench.layout, SETTINGS[args.setting]
+    layout, ranks, held = bench.layout, SETTINGS[args.setting], int(args.adapters_in_pool)
     mean = float(np.mean([layout.adapter(dict.fromkeys(MODULES, rank)).num_pages for rank in ranks]))
     kv = 1 + kv_room(bench.batch, bench.longest, bench.page_tokens)
-    most = kv + round(max(args.working_set) * args.adapters_in_pool * mean)
+    most = kv + round(largest * held * mean)
     if most > bench.num_pages:
         raise SystemExit(
             f"{most} pages are needed to hold the largest working set and the KV of a full batch ({kv}), the "
             f"pool has {bench.num_pages}: lower --adapters-in-pool or --working-set, or give JAX more of the "
             "GPU (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )
-    return kv + round(args.adapters_in_pool * mean)
+    return kv + round(held * mean)
 
 
 def closed_loop(engine: Engine, work: Workload, seconds: float) -> Window:
@@ -509,6 +512,139 @@ def closed_loop(engine: Engine, work: Workload, seconds: float) -> Window:
     raise RuntimeError(f"steps were compiled in each of {_WINDOWS} windows of {seconds} s")
 
 
+# -- policies --
+
+
+def online(bench: Workbench, args: argparse.Namespace) -> None:
+    """Share of requests whose first token comes in time, while more arrive than can be served.
+
+    The batch is full at the start, of sequences in a steady state; these are not judged. A quarter of the
+    requests are a "small" tenant's, the others a "large" one's.
+    """
+    names, engine = policy_engine(bench, args, "fcfs")
+    closed_loop(engine, policy_workload(bench, args, names), min(1.0, args.online_seconds))  # compiles
+    for policy in args.policies:
+        served = serve_arrivals(bench, args, policy)
+        if served["compilations"]:
+            print("a step was compiled: measured again", flush=True)
+            served = serve_arrivals(bench, args, policy)
+        case = {
+            "policy": policy, "model": args.model, "rate": args.rate, "cv": args.cv, "n": args.adapters,
+            "alpha": args.alpha, "target_s": args.target, "setting": args.setting, "batch": bench.batch,
+            "adapters_in_pool": args.adapters_in_pool, "lengths": [SHORTEST, bench.longest],
+            "seconds": args.online_seconds,
+        }  # fmt: skip
+        report("online", case, served.pop("attainment"), "attainment", **served)
+
+
+def policy_engine(
+    bench: Workbench, args: argparse.Namespace, policy: str, **fields: Any
+) -> tuple[list[str], Engine]:
+    """Adapters' names, and an engine whose pool holds few of them."""
+    cut = cut_pool(bench, args)
+    engine = bench.engine(cut, scheduling_policy=policy, ttft_target_s=args.target, **fields)
+    return register_adapters(engine, bench.adapters(SETTINGS[args.setting]), args.adapters), engine
+
+
+def policy_workload(bench: Workbench, args: argparse.Namespace, names: Sequence[str]) -> Workload:
+    pick = by_popularity(str(args.alpha), len(names))
+    return Workload(names, pick, bench.longest, bench.vocab_size)
+
+
+def serve_arrivals(bench: Workbench, args: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """What came of a gamma process of requests under a policy."""
+    names, engine = policy_engine(bench, args, policy)
+    work, rng = policy_workload(bench, args, names), np.random.default_rng(43)
+    due = list(gamma_arrivals(args.rate, args.cv, args.online_seconds, rng))
+    coming = [(work.draw(), "small" if rng.random() < 0.25 else "large") for _ in due]
+    for _ in range(bench.batch):
+        add(engine, work.begun())
+    while any(r.metrics.first_token_time is None for r in engine._requests.values()):
+        engine.step()
+    first: dict[str, float] = {}  # seconds from when a request was due
+    asked: dict[str, tuple[float, str]] = {}
+    finished = aborted = 0
+    before, compiled = engine.stats(), bench.runner.compilations
+    began, until = time.perf_counter(), args.online_seconds + args.target
+    while (now := time.perf_counter() - began) < until:
+        while len(asked) < len(due) and due[len(asked)] <= now:
+            at, (draw, tenant) = due[len(asked)], coming[len(asked)]
+            asked[add(engine, draw, tenant=tenant)] = at, tenant
+        if not engine.has_unfinished():
+            time.sleep((due[len(asked)] if len(asked) < len(due) else until) - now)
+            continue
+        events, now = engine.step(), time.perf_counter() - began
+        for event in events:
+            if event.request_id in asked and event.token_ids:
+                first.setdefault(event.request_id, now - asked[event.request_id][0])
+            finished += event.finish_reason == "length"
+            aborted += event.finish_reason == "abort" and event.request_id in asked
+    after = engine.stats()
+    clear(engine)
+    seconds = np.array([first.get(r, np.inf) for r in asked])
+    small = np.array([tenant == "small" for _, tenant in asked.values()])
+    within = seconds < args.target
+    satisfaction = np.where(within, 1 - (np.minimum(seconds, args.target) / args.target) ** 2, 0)
+    came = seconds[np.isfinite(seconds)]
+    return {
+        "attainment": round(float(within.mean()), 3),
+        "satisfaction": round(float(satisfaction.mean()), 3),
+        "attainment_small": round(float(within[small].mean()), 3),
+        "attainment_large": round(float(within[~small].mean()), 3),
+        "throughput": round(finished / now, 2),
+        "ttft_s": [round(float(np.percentile(came, p)), 2) for p in (50, 99)],
+        "aborted": aborted,
+        "requests": len(asked),
+        "late_but_served": int((came >= args.target).sum()),
+        "loads": after.adapter_loads - before.adapter_loads,
+        "preemptions": after.preemptions - before.preemptions,
+        "compilations": bench.runner.compilations - compiled,
+        "backend": bench.runner.backend.name,
+    }
+
+
+def fairness(bench: Workbench, args: argparse.Namespace) -> None:
+    """Two tenants that always wait, one with three times as many requests: the largest gap of what they get.
+
+    Services are priced as VTC prices them, and the bound is the one it proves.
+    """
+    bound = 2 * max(1.0 * bench.longest, 2.0 * bench.batch * 2 * bench.longest)
+    for policy in args.fair_policies:
+        names, engine = policy_engine(bench, args, policy)
+        work = policy_workload(bench, args, names)
+        services, gap = {"small": 0.0, "large": 0.0}, 0.0
+        waiting: dict[str, set[Request]] = {"small": set(), "large": set()}
+        tenants: dict[str, str] = {}
+        began = time.perf_counter()
+        while (passed := time.perf_counter() - began) < args.fair_seconds:
+            for tenant, wanted in (("small", bench.batch // 2), ("large", 3 * bench.batch // 2)):
+                while len(waiting[tenant]) < wanted:
+                    request = engine._requests[add(engine, work.draw(), tenant=tenant)]
+                    waiting[tenant].add(request)
+                    tenants[request.request_id] = tenant
+            events = engine.step()
+            for tenant, requests in waiting.items():
+                admitted = [r for r in requests if r.metrics.first_scheduled_time is not None]
+                services[tenant] += sum(1.0 * len(r.prompt_token_ids) for r in admitted)
+                requests.difference_update(admitted)
+            for event in events:
+                services[tenants[event.request_id]] += 2.0 * len(event.token_ids)
+            gap = max(gap, abs(services["small"] - services["large"]))
+        clear(engine)
+        case = {"policy": policy, "tenants": 2, "batch": bench.batch, "model": args.model}
+        extra = {
+            "bound": bound,
+            "seconds": round(passed, 1),
+            "services": services,
+            "share_of_small": round(services["small"] / sum(services.values()), 4),
+            "lengths": [SHORTEST, bench.longest],
+            "backend": bench.runner.backend.name,
+        }
+        if "vtc" in policy and gap > bound:
+            raise RuntimeError(f"the gap {gap} is above what VTC proves, {bound}")
+        report("vtc_gap", case, gap, "priced tokens", **extra)
+
+
 def milliseconds(seconds: np.ndarray) -> list[float]:
     """Median and 99th percentile in ms."""
     return [round(1e3 * float(np.percentile(seconds, p)), 3) for p in (50, 99)]
@@ -520,7 +656,7 @@ def report(bench: str, case: dict[str, Any], value: float, unit: str, **extra: A
     print(f"{bench} {case}: {value} {unit}, {extra}", flush=True)
 
 
-PARTS = {"loads": loads, "cold": cold, "thrash": thrash}
+PARTS = {"loads": loads, "cold": cold, "thrash": thrash, "online": online, "fairness": fairness}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -548,6 +684,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     some.add_argument("--seconds", type=float, default=10.0, help="of a window")
     some.add_argument("--no-unified-memory", action="store_true", help="the same points on fixed slots, too")
     some.add_argument("--adapter-slots", type=int, nargs="+", help="of these; default: C")
+    some = parser.add_argument_group("online and fairness")
+    some.add_argument("--adapters", type=int, default=200, help="registered")
+    some.add_argument("--alpha", type=float, default=1.0, help="S-LoRA's: 1 is uniform, less is skewed")
+    some.add_argument("--rate", type=float, default=42.0, help="online: requests a second")
+    some.add_argument("--cv", type=float, default=2.0, help="online: of the gaps between arrivals")
+    some.add_argument("--target", type=float, default=6.0, help="online: seconds to a first token")
+    some.add_argument("--online-seconds", type=float, default=25.0, help="that requests come")
+    some.add_argument("--policies", nargs="+", default=list(POLICIES))
+    some.add_argument("--fair-policies", nargs="+", default=["fcfs", "vtc", "vtc+cluster"])
+    some.add_argument("--fair-seconds", type=float, default=12.0)
     args = parser.parse_args(argv)
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
     if args.no_unified_memory and "unified_memory" not in {f.name for f in dataclasses.fields(EngineConfig)}:
@@ -555,8 +701,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.perf_counter()
     bench = Workbench(args)
     print(f"{bench.num_pages} pages, begun after {time.perf_counter() - began:.0f} s", flush=True)
-    if "thrash" in args.what:
-        cut_pool(bench, args)  # before time is spent
+    if {"thrash", "online", "fairness"} & set(args.what):  # before time is spent
+        cut_pool(bench, args, max(args.working_set) if "thrash" in args.what else 1)
     bench.compile(args)
     for what in args.what:
         started = time.perf_counter()

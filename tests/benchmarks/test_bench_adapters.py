@@ -64,6 +64,22 @@ def test_only_a_pool_that_is_too_small_loads_while_it_is_measured(
         assert line["value"] > 0
 
 
+def test_policies_meet_real_arrivals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = run(
+        monkeypatch,
+        tmp_path,
+        "online fairness --adapters-in-pool 3 --adapters 12 --rate 100 --target 0.4 --online-seconds 1 "
+        "--policies fcfs vtc+early-abort --fair-policies fcfs vtc --fair-seconds 1",
+    )
+    for line in lines["online"]:
+        assert 0 <= line["satisfaction"] <= line["value"] <= 1
+        assert line["requests"] > 50
+    assert [line["case"]["policy"] for line in lines["online"]] == ["fcfs", "vtc+early-abort"]
+    fcfs, vtc = lines["vtc_gap"]
+    assert vtc["value"] <= vtc["bound"]
+    assert fcfs["share_of_small"] < vtc["share_of_small"] < 0.6
+
+
 def test_a_working_set_that_no_pool_holds_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

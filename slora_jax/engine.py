@@ -274,8 +274,8 @@ class Engine:
         return request.request_id
 
     def abort(self, request_id: str) -> list[StreamEvent]:
-        """End a request now and free what it holds; its last events ("abort"), behind those that no `step` has
-        handed out yet, or [] where there is none.
+        """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
+        handed out yet, or [] where there is no such request.
         """
         request = self._requests.get(request_id)
         if request is None:

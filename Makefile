@@ -13,7 +13,7 @@ CODE := $(PACKAGES) tests $(wildcard benchmarks examples)
 # The type checker sees the packages as they are imported; its messages name the files as they lie here.
 LINKED := s,build/links/slora_jax/\(pallas_kernels\|sharding\|server\)/,\1/,;s,build/links/,,
 
-.PHONY: help demo test test-slow test-aot check lint types format packaging bench-cpu clean
+.PHONY: help demo test test-slow soak test-aot check lint types format packaging bench-cpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -27,6 +27,9 @@ test: .venv/ready ## the tests (ARGS="-k NAME -x" are passed on)
 
 test-slow: .venv/ready ## the tests marked slow: longer runs, more seeds
 	@$(PY) -m pytest -q -m slow $(ARGS)
+
+soak: .venv/ready ## an hour of simulated traffic that must leave nothing behind (ARGS="--minutes 5")
+	@$(PY) -m benchmarks.soak $(ARGS)
 
 test-aot: .venv-aot/ready ## GPU kernels compiled for an H200 (no GPU needed, but a ptxas on PATH)
 	@JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -q -m aot --timeout 1200 tests/kernels $(ARGS)

@@ -7,7 +7,6 @@ Offline: requests submitted at once, input and output lengths uniform in [8, 512
 adapter i of n drawn with P(i) proportional to 1 / (i + 1) ("zipf") or uniformly; LoRA on q, k, v, o; at most
 256 sequences at a time; adapters registered in host memory and none resident at the start. Adapters of one
 rank share their host copy (2000 of them would not fit otherwise); each is copied into the pool on its own.
-Loads: adapters come in beside a full batch of decodes; step times alone and beside them are medians and p99.
 One warm-up run of 300 requests compiles what the timed run needs. Results are appended to
 benchmarks/results/engine.jsonl.
 """
@@ -21,7 +20,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +78,24 @@ def make_engine(model: str, *, max_batch: int, **fields: Any) -> Engine:
         return Engine.from_pretrained(folder, config=config)
 
 
-def register_adapters(engine: Engine, ranks: Sequence[int], n: int) -> list[str]:
-    """n random adapters on q, k, v, o whose ranks take turns."""
+def random_adapters(engine: Engine, ranks: Iterable[int]) -> dict[int, PreparedAdapter]:
+    """By rank, a random adapter on q, k, v, o with its host copy, which all of that rank may share."""
     layout, rng, prepared = engine._layout, np.random.default_rng(0), {}
-    for rank in ranks if n else ():
+    for rank in ranks:
         placed = layout.adapter(dict.fromkeys(MODULES, rank))
         pages = np.empty(
             (layout.n_layers, placed.num_pages, layout.tp * layout.page_elems), jnp.dtype(engine.config.dtype)
         )
         pages[...] = (0.02 * rng.standard_normal(pages.shape[1:], np.float32)).astype(pages.dtype)
         packed = PackedAdapter(pages=pages, layout=placed, rank=rank, target_modules=MODULES, features={})
-        prepared[rank] = PreparedAdapter(f"random/rank{rank}", packed)
-    names = [f"a{i}" for i in range(n)]
+        host = engine._runner.host_copy(pages)
+        prepared[rank] = PreparedAdapter(f"random/rank{rank}", packed, host=host)
+    return prepared
+
+
+def register_adapters(engine: Engine, prepared: Mapping[int, PreparedAdapter], n: int) -> list[str]:
+    """n adapters whose ranks take turns."""
+    names, ranks = [f"a{i}" for i in range(n)], list(prepared)
     for i, name in enumerate(names):
         engine.load_adapter(name, prepared[ranks[i % len(ranks)]])
     return names
@@ -142,7 +147,7 @@ def offline_shapes(engine: Engine, *, ranks: Sequence[int]) -> list[StepShape]:
     add(most, buckets.prefill_tokens[-1], 256, 1024)
     add(0, buckets.prefill_tokens[-1], 256)
     for tokens in buckets.prefill_tokens[:-1]:
-        add(most, tokens, 256)
+        add(most, tokens, 256, 1024)
     for rows in buckets.decode_rows[:-1]:
         add(rows, 0, 256 if rows > 32 else 64)
     return shapes
@@ -154,10 +159,10 @@ def offline(args: argparse.Namespace) -> None:
     chosen = ablation(args)
     slot = {"max_lora_rank": max(ranks)} if args.adapter_slots and ranks else {}
     engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, **chosen, **slot)
-    vocab = engine.model_config.vocab_size
+    vocab, prepared = engine.model_config.vocab_size, random_adapters(engine, ranks)
     for n in args.n:
         rng = np.random.default_rng(42)
-        names = register_adapters(engine, ranks, n)
+        names = register_adapters(engine, prepared, n)
         weights = 1 / np.arange(1, n + 1) if args.popularity == "zipf" else np.ones(max(n, 1))
         requests: list[tuple[list[int], str | None, int]] = []
         for _ in range(args.requests):
@@ -199,7 +204,7 @@ def decode(args: argparse.Namespace) -> None:
     engine._runner._pool = fill_randomly(engine._runner.pool)
     for mix in args.ranks:
         ranks = [int(r) for r in mix.split("/")]
-        names = register_adapters(engine, ranks, max(args.distinct))
+        names = register_adapters(engine, random_adapters(engine, ranks), max(args.distinct))
         for batch in args.batch:
             for distinct in args.distinct:
                 if distinct <= batch and (distinct or mix == args.ranks[0]):
@@ -210,9 +215,12 @@ def decode(args: argparse.Namespace) -> None:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def fill_randomly(pool: jax.Array) -> jax.Array:
-    """64 random pages over and over, in place: zeros would be read and multiplied faster than data."""
+    """64 random pages over and over, in place: zeros would be read and multiplied faster than data.
+
+    The reserved page stays zero.
+    """
     pages = jax.random.normal(jax.random.key(1), (64, pool.shape[2]), pool.dtype)
-    layer = pages[jnp.arange(pool.shape[1]) % 64][None]
+    layer = pages[jnp.arange(pool.shape[1]) % 64].at[0].set(0)[None]
     filled: jax.Array = lax.fori_loop(
         0, pool.shape[0], lambda i, p: lax.dynamic_update_slice(p, layer, (i, 0, 0)), pool
     )
@@ -227,15 +235,20 @@ def start_decoding(engine: Engine, batch: int, context: int, names: Sequence[str
     for i in range(batch):
         prompt = rng.integers(0, engine.model_config.vocab_size, context).tolist()
         engine.add_request(prompt, names[i % len(names)] if names else None, sampling)
-    adapters = [engine._adapters.get(name) for name in names]
-    while not all(engine._loader.seek(a, room=True, waits=False) for a in adapters):
-        engine._loader.transfer()
-        engine._loader.wait(1.0)
-        engine._loader.settle()
+    make_resident(engine, names)
     for sequence in list(scheduler.waiting):
         scheduler._start(sequence, time.monotonic())
         assert scheduler._ensure_pages(StepPlan([], []), sequence, context)
         sequence.num_computed = context - 1
+
+
+def make_resident(engine: Engine, names: Sequence[str]) -> None:
+    """Load adapters into the pool, which has room for all of them."""
+    adapters = [engine._adapters.get(name) for name in names]
+    while not all([engine._loader.seek(a, room=True, waits=False) for a in adapters]):
+        engine._loader.transfer()
+        engine._loader.wait(1.0)
+        engine._loader.settle()
 
 
 def mixed(args: argparse.Namespace) -> None:
@@ -326,61 +339,6 @@ def measure_decode(
     print(f"decode_step {case}: {milliseconds:.2f} ms (first steps {compiling:.0f} s), {extra}", flush=True)
 
 
-def loads(args: argparse.Namespace) -> None:
-    """Bytes/s of adapters that are prefetched beside a full batch of decodes, and what those steps then take.
-
-    Requests for adapters wait behind the full batch, so their adapters come in while it decodes.
-    """
-    engine = make_engine(
-        args.model,
-        max_batch=args.batch,
-        max_model_len=args.context + 2 * args.steps + 1000,
-        max_step_tokens=8192,
-        adapter_prefetch=args.adapters,
-    )
-    rng, vocab = np.random.default_rng(0), engine.model_config.vocab_size
-    names = register_adapters(engine, (args.rank,), args.adapters)
-    for _ in range(args.batch):
-        engine.add_request(
-            rng.integers(0, vocab, args.context).tolist(),
-            None,
-            SamplingParams(max_tokens=None, temperature=0, ignore_eos=True),
-        )
-    while engine.stats().num_waiting or any(s.remaining > 1 for s in engine._scheduler.running):
-        engine.step()
-
-    def step_seconds() -> float:
-        started = time.perf_counter()
-        engine.step()
-        return time.perf_counter() - started
-
-    alone = [step_seconds() for _ in range(args.steps)][10:]
-    host = engine._adapters.get(names[0])
-    assert host.host is not None
-    copied = []
-    for _ in range(5):  # the copy by itself
-        started = time.perf_counter()
-        for staged in engine._runner.stage_adapters([host.host] * 8, [list(range(host.num_pages))] * 8):
-            staged.wait()
-        copied.append(8 * host.host_bytes / (time.perf_counter() - started))
-    for name in names:
-        engine.add_request([1], name, SamplingParams(max_tokens=1))
-    started, beside = time.perf_counter(), []
-    while engine.stats().adapters_resident < len(names):
-        beside.append(step_seconds())
-    rate = len(names) * host.host_bytes / (time.perf_counter() - started)
-    case = {"model": args.model, "batch": args.batch, "rank": args.rank, "adapters": args.adapters}
-    extra = {
-        "copy_bytes_per_s": round(max(copied)),
-        "adapter_bytes": host.host_bytes,
-        "step_ms_alone": [round(float(np.percentile(alone, p)) * 1e3, 3) for p in (50, 99)],
-        "step_ms_beside_loads": [round(float(np.percentile(beside, p)) * 1e3, 3) for p in (50, 99)],
-        "steps": len(beside),
-    }
-    record("engine", "load_bandwidth", case, round(rate), "bytes/s", gpu=gpu_name(), **extra)
-    print(f"load_bandwidth {case}: {rate / 1e9:.2f} GB/s, {extra}", flush=True)
-
-
 def read_profile(folder: str, steps: int) -> dict[str, Any]:
     """Share of the traced time that the GPU idles, and the shares of its busy time by kind of kernel."""
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
@@ -461,14 +419,7 @@ def main() -> None:
     both.add_argument("--context", type=int, default=400)
     both.add_argument("--steps", type=int, default=20)
     both.set_defaults(run=mixed)
-    load = commands.add_parser("loads", help="bandwidth of loads beside decodes, and what they cost these")
-    load.add_argument("--batch", type=int, default=128)
-    load.add_argument("--context", type=int, default=400)
-    load.add_argument("--adapters", type=int, default=400)
-    load.add_argument("--rank", type=int, default=32)
-    load.add_argument("--steps", type=int, default=60)
-    load.set_defaults(run=loads)
-    for one in (command, step, both, load):
+    for one in (command, step, both):
         one.add_argument(
             "--xla", nargs="+", default=[], metavar="OPTION=VALUE", help="compile with these too"
         )

@@ -281,9 +281,15 @@ class Engine:
         return request.request_id
 
     def abort(self, request_id: str) -> list[StreamEvent]:
-        """End a request now and free what it holds; its last events ("abort"), or [] where there is none."""
+        """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
+        handed out yet, or [] where there is no such request.
+        """
         request = self._requests.get(request_id)
-        return [] if request is None else self._abort(request)
+        if request is None:
+            return []
+        earlier = [e for e in self._undelivered if e.request_id == request_id]
+        self._undelivered = [e for e in self._undelivered if e.request_id != request_id]
+        return earlier + self._abort(request)
 
     def step(self) -> list[StreamEvent]:
         """Launch the next step, then hand out what the one before it sampled.

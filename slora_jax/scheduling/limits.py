@@ -46,6 +46,12 @@ class _Account:
     def full(self) -> bool:
         return self.limit.max_concurrency is not None and self.active >= self.limit.max_concurrency
 
+    @property
+    def owes(self) -> bool:
+        """Whether it has used tokens of a limited rate that have not come back."""
+        rate = self.limit.tokens_per_minute
+        return rate is not None and self.tokens < rate
+
     def refill(self, now: float) -> None:
         rate = self.limit.tokens_per_minute
         if rate is not None:
@@ -194,6 +200,6 @@ class Limits:
         self._accounts = {
             key: account
             for key, account in self._accounts.items()
-            if account.waiting or account.active or account.tokens < (account.limit.tokens_per_minute or 0)
+            if account.waiting or account.active or account.owes
         }
         self._forget_at = 1024 + 2 * len(self._accounts)

@@ -315,6 +315,19 @@ def test_events_of_other_requests_survive_a_generate_call() -> None:
     assert tokens == expected_tokens([1, 2, 3], BASE, 4, VOCAB)
 
 
+def test_aborting_hands_out_first_what_another_stream_collected() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    other = engine.add_request([1, 2, 3], None, SamplingParams(max_tokens=30))
+    engine.generate([[5, 6]], sampling_params=SamplingParams(max_tokens=10))
+    events = engine.abort(other)
+    assert [e.finish_reason for e in events[-2:]] == [None, "abort"]
+    tokens = [t for e in events for t in e.token_ids]
+    assert len(tokens) > 5
+    assert tokens == expected_tokens([1, 2, 3], BASE, len(tokens), VOCAB)
+    while engine.has_unfinished():
+        assert not engine.step()
+
+
 def test_closing_a_stream_frees_what_it_held() -> None:
     engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
     stream = engine.stream([[1] * 20, [2] * 9], sampling_params=SamplingParams(max_tokens=30))

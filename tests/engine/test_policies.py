@@ -298,6 +298,14 @@ def test_vtc_forgets_idle_tenants() -> None:
     assert len(served.waiting._vtc.counters()) < 2500
 
 
+@pytest.mark.parametrize("limits", [{"tenant_max_queue": 9}, {"tenant_max_concurrency": 3}])
+def test_limits_without_a_rate_forget_idle_tenants(limits: dict[str, Any]) -> None:
+    served = server("fcfs", batch=8, num_pages=100, **limits)
+    served.run(Arrival(0.02 * i, 1, 1, tenant=f"user-{i}") for i in range(5000))
+    assert served.waiting._limits is not None
+    assert len(served.waiting._limits._accounts) < 2500
+
+
 # -- early abort --
 
 

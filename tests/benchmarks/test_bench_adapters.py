@@ -1,0 +1,107 @@
+"""Each part of `benchmarks.bench_adapters` runs on a tiny model, and measures what it says."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import benchmarks.record
+from benchmarks.bench_adapters import by_popularity, kv_room, main, running_lengths
+
+TINY = "--model tiny --batch 4 --longest 24 --step-tokens 12 --num-pages 1200 --setting S1".split()
+Lines = dict[str, list[dict[str, Any]]]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: str) -> Lines:
+    """The lines that a command recorded, by bench."""
+    monkeypatch.setattr(benchmarks.record, "RESULTS", folder)
+    main([*arguments.split(), *TINY])
+    lines: Lines = collections.defaultdict(list)
+    for line in (folder / "engine.jsonl").read_text().splitlines():
+        lines[json.loads(line)["bench"]].append(json.loads(line))
+    return lines
+
+
+def test_loads_stream_beside_decodes_and_cold_requests_wait_for_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = run(
+        monkeypatch,
+        tmp_path,
+        "loads cold --load-ranks 8 64 --context 20 --steps 6 --prompt 9 --repeats 3",
+    )
+    assert [line["case"]["rank"] for line in lines["load_bandwidth"]] == [8, 64]
+    for line in lines["load_bandwidth"]:
+        assert line["adapters_loaded"] > 4 * line["waiting"], "others were not evicted for them"
+        assert line["value"] > 0
+        assert line["share_of_pinned_copy"] == pytest.approx(
+            line["value"] / line["pinned_copy_bytes_per_s"], abs=1e-3
+        )
+    cases = [(line["case"]["rank"], line["case"]["source"]) for line in lines["cold_first_token"]]
+    assert cases == [(8, "host"), (8, "disk"), (64, "host"), (64, "disk")]
+    for line in lines["cold_first_token"]:
+        assert line["value"] == pytest.approx(line["cold_ms"] - line["resident_ms"], abs=2e-3)
+
+
+def test_only_a_pool_that_is_too_small_loads_while_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = "thrash --adapters-in-pool 3 --working-set 1 4 --popularity uniform --seconds 0.3"
+    found = {
+        (line["case"]["memory"], line["case"]["working_set"]): line
+        for line in run(monkeypatch, tmp_path, arguments)["thrash"]
+    }
+    assert set(found) == {(m, n) for m in ("all-resident", "unified") for n in (3, 12)}
+    assert [found["all-resident", n]["loads"] for n in (3, 12)] == [0, 0]
+    assert found["unified", 12]["loads"] > 0
+    for line in found.values():
+        assert line["token_ms_p50"] <= line["token_ms_p99"] <= line["token_ms_max"]
+        assert line["value"] > 0
+
+
+def test_policies_meet_real_arrivals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = run(
+        monkeypatch,
+        tmp_path,
+        "online fairness --adapters-in-pool 3 --adapters 12 --rate 100 --target 0.4 --online-seconds 1 "
+        "--policies fcfs vtc+early-abort --fair-policies fcfs vtc --fair-seconds 1",
+    )
+    for line in lines["online"]:
+        assert 0 <= line["satisfaction"] <= line["value"] <= 1
+        assert line["requests"] > 50
+    assert [line["case"]["policy"] for line in lines["online"]] == ["fcfs", "vtc+early-abort"]
+    fcfs, vtc = lines["vtc_gap"]
+    assert vtc["value"] <= vtc["bound"]
+    assert fcfs["share_of_small"] < vtc["share_of_small"] < 0.6
+
+
+def test_a_working_set_that_no_pool_holds_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match="lower --adapters-in-pool"):
+        run(monkeypatch, tmp_path, "thrash --adapters-in-pool 1000")
+
+
+def test_a_steady_state_meets_long_outputs_more_often_at_any_age() -> None:
+    prompt, age, output = running_lengths(200_000, 512, np.random.default_rng(1))
+    lengths = np.arange(8, 513)
+    assert output.mean() == pytest.approx((lengths**2).sum() / lengths.sum(), rel=0.01)
+    assert (age / output).mean() == pytest.approx(0.5, abs=0.01)
+    assert (age < output).all()
+    assert prompt.mean() == pytest.approx(260, rel=0.01)
+    mean_pages = (-(-(prompt + age) // 16)).mean()
+    assert 1 < kv_room(256, 512, 16) / (256 * (mean_pages + 1)) < 1.1
+
+
+def test_popularity_draws_what_its_name_says() -> None:
+    rng = np.random.default_rng(0)
+    for name, first in (("uniform", 1 / 4), ("zipf", 1 / (1 + 1 / 2 + 1 / 3 + 1 / 4)), ("1.0", 1 / 4)):
+        pick = by_popularity(name, 4)
+        draws = np.bincount([pick(rng) for _ in range(20_000)], minlength=4)
+        assert draws[0] / 20_000 == pytest.approx(first, abs=0.02)
+        assert len(draws) == 4

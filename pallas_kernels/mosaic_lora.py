@@ -555,11 +555,11 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
                 plgpu.barrier_wait(scratch["zeros_s"].at[0])
 
             def step(i: jax.Array, stage: jax.Array) -> None:
+                first = unit * (part + split * (i - shrinks))
                 wait_until_full(stage)
-                each_chunk(functools.partial(chunk, i - shrinks, stage))
+                each_chunk(lambda nth: chunk(i, stage, nth, first + nth))
 
-            def chunk(i: jax.Array, stage: jax.Array, nth: jax.Array | int) -> None:
-                k = unit * (part + split * i) + nth
+            def chunk(i: jax.Array, stage: jax.Array, nth: jax.Array | int, k: jax.Array) -> None:
 
                 def multiply(*accs: Ref) -> list[jax.Array]:
                     for c, acc in enumerate(accs):
@@ -575,7 +575,7 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
                     plgpu.barrier_arrive(free.at[stage])
                 # The last chunk of this buffer of d_s has left it.
                 plgpu.wait_smem_to_gmem(config.deltas - 1, wait_read_only=True)
-                buffer = pieces * tokens * lax.rem(unit * (shrinks + i) + nth, config.deltas)
+                buffer = pieces * tokens * lax.rem(unit * i + nth, config.deltas)
                 if config.mask == "windows":
                     at_once = item.count >= config.whole_window
                     pl.when(at_once)(lambda: store(deltas, buffer, masked=True))

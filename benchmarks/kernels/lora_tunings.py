@@ -42,7 +42,7 @@ TUNINGS: dict[str, dict[str, Any]] = {
 # Of one module of few blocks: more under way. With pairs, two thread blocks still fit an SM.
 DEEPER: list[dict[str, Any]] = [
     {"stages": 5},
-    {"stages": 8, "ring": 144},
+    {"stages": 7, "ring": 144},
     TUNINGS["quick"] | {"stages": 5},
     TUNINGS["all"] | {"stages": 3, "ring": 144},
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels.lora_tunings import TUNINGS
+from benchmarks.kernels.lora_tunings import DEEPER, TUNINGS
 from slora_jax.pallas_kernels import aot
 from slora_jax.pallas_kernels.lora_work import FIELDS, MODULE_GROUPS, LoraWork
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
 
 pytestmark = pytest.mark.aot
 LAYERS, PAGES = 4, 1000
+SMEM_OF_TWO = (233_472 - 2 * 1024) // 2  # bytes for each of two thread blocks of an SM
+BARRIERS = 512  # bytes, at most
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,11 @@ def test_tunings_compile_for_h200(
     check_compiled(dump, 256, nd, 0, 4096, out_dims, 256, page_elems, TUNINGS[name])
 
 
+@pytest.mark.parametrize("tuning", DEEPER, ids=str)
+def test_tunings_of_one_module_compile_for_h200(dump: Path, tuning: dict[str, Any]) -> None:
+    check_compiled(dump, 256, 256, 0, 4096, (4096,), 256, 131072, tuning)
+
+
 def check_compiled(
     dump: Path,
     tokens: int,
@@ -112,3 +120,6 @@ def check_compiled(
     reports = aot.ptx_reports(dump)
     assert reports
     assert [r for r in reports if r.spill_bytes] == []
+    for path in dump.rglob("lora_decode*.resources.txt"):
+        sizes = re.findall(r"smem_scratch_bytes=(\d+)", path.read_text())
+        assert int(sizes[0]) + BARRIERS <= SMEM_OF_TWO, f"{path.stem}: only one thread block fits an SM"

@@ -195,7 +195,7 @@ def decode(args: argparse.Namespace) -> None:
 def fill_randomly(pool: jax.Array) -> jax.Array:
     """64 random pages over and over, in place: zeros would be read and multiplied faster than data."""
     pages = jax.random.normal(jax.random.key(1), (64, pool.shape[2]), pool.dtype)
-    layer = pages[jnp.arange(pool.shape[1]) % 64][None]
+    layer = pages[jnp.arange(pool.shape[1]) % 64].at[0].set(0)[None]  # page 0 is always zeros
     filled: jax.Array = lax.fori_loop(
         0, pool.shape[0], lambda i, p: lax.dynamic_update_slice(p, layer, (i, 0, 0)), pool
     )

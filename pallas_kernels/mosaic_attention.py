@@ -8,9 +8,9 @@ is written to the output; one that a stretch's border cuts leaves partial softma
 kernel merges. A thread block has two warpgroups that multiply, and one whose warps follow the page table and
 copy for them.
 
-Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So the
-64 rows that wgmma must have are tokens and head dims, and a group of 1 to 16 query heads fills its columns
-(8 or 16) instead of 1 to 16 of 64 rows: an eighth of the multiplications, exponentials and registers.
+Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So
+the 64 rows that wgmma must have are tokens and head dims, and a group of 1 to 16 query heads fills its 8 or
+16 columns instead of 1 to 16 of 64 rows: an eighth of the multiplications, exponentials and registers.
 
 Letters as in xla_attention; `c` is a chunk's token; `rows` are a group's query heads, in whole 8-row tiles.
 """
@@ -57,7 +57,7 @@ class DecodePlan(NamedTuple):
 def plan_decode(
     kv_len: jax.Array, *, n_kv: int, chunk: int, blocks: int, min_chunks: int, item_cost: int = ITEM_COST
 ) -> DecodePlan:
-    """Deal ceil(kv_len / chunk) * n_kv chunks of all sequences (int32 [b]) to `blocks` stretches of equal cost.
+    """Deal ceil(kv_len / chunk) * n_kv chunks of all sequences (int32 [b]) to stretches of equal cost.
 
     A chunk costs CHUNK_COST, an item item_cost beside its chunks: a stretch of many short items has fewer.
     """

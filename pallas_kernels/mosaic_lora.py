@@ -73,19 +73,19 @@ class LoraConfig:
     pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
     # To be measured on the chip, see docs/kernels.md. All are of decode items.
-    count: bool = False  # the ring's stages are counted along, not divided out of the step
+    count: bool = True  # the ring's stages are counted along, not divided out of the step
     # With one launch, rows that no copy fills are copied from the zero page, not cleared by stores.
-    zero_page: bool = False
-    few_slots: bool = False  # small items look up and copy FEW blocks a step instead of SLOTS
-    warps: bool = False  # each warp of the copying warpgroup looks up and copies blocks of its own
+    zero_page: bool = True
+    few_slots: bool = True  # small items look up and copy FEW blocks a step instead of SLOTS
+    warps: bool = True  # each warp of the copying warpgroup looks up and copies blocks of its own
     pairs: bool = False  # small items take two column chunks a step
     ring: int = RING_ROWS
     deltas: int = 2  # buffers of products on their way to y
-    spread: bool = False  # each warp of the multiplying warpgroup adds columns of its own to y
+    spread: bool = True  # each warp of the multiplying warpgroup adds columns of its own to y
     whole_window: int = 3  # tokens from which an item adds its window at once instead of row by row
     # When products are selected to be zero for other tokens, so that an adapter's NaNs stay with its own: of
     # every item, only where the window is added at once, or (for measurements) never.
-    mask: Literal["always", "windows", "never"] = "always"
+    mask: Literal["always", "windows", "never"] = "windows"
 
     @property
     def a_chunks(self) -> int:

@@ -2,14 +2,17 @@
 
 The context of every (sequence, KV head), an *item*, is cut into chunks of `CHUNK_ELEMS / head_dim` tokens.
 All chunks of a batch, one item after another, are one line, and each of a fixed number of warpgroups takes an
-equal stretch of it. So they finish together whatever the lengths are, long contexts and small batches split
+stretch of it of equal cost. So they finish together whatever the lengths are, long contexts and small batches split
 by themselves, and copies run ahead over the ends of items: memory is never idle. An item inside one stretch
 is written to the output; one that a stretch's border cuts leaves partial softmaxes, which a second small
 kernel merges. A thread block has two warpgroups that multiply, and one whose warps follow the page table and
 copy for them.
 
-Letters as in xla_attention; `c` is a chunk's token; rows are those of a 64-row tensor-core tile, of which a
-group's query heads fill the first 1 to 16.
+Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So
+the 64 rows that wgmma must have are tokens and head dims, and a group of 1 to 16 query heads fills its 8 or
+16 columns instead of 1 to 16 of 64 rows: an eighth of the multiplications, exponentials and registers.
+
+Letters as in xla_attention; `c` is a chunk's token; `rows` are a group's query heads, in whole 8-row tiles.
 """
 
 from __future__ import annotations
@@ -27,15 +30,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 BLOCKS = 264  # stretches: two on each of an H100's or H200's 132 multiprocessors
 CONSUMERS = 2  # warpgroups of a thread block that multiply, each with a stretch of its own
 CHUNK_ELEMS = 8192  # of K in a chunk: 64 tokens of head_dim 128
-STAGES = 2  # chunks in flight for a warpgroup; more do not fit the shared memory
+STAGES = 3  # chunks in flight for a warpgroup; more do not fit the shared memory
+CHUNK_COST = 2  # of a chunk, and
+ITEM_COST = 1  # of an item beside its chunks (q, the first scores, the output), in one unit
 MIN_CHUNKS = 2  # of a stretch: a shorter one costs more to merge than it saves
-TILE_ROWS = 64  # of wgmma
 MAX_GROUP = 16
 NO_SCORE = -1e30
 LOG2E = math.log2(math.e)
 # What wgmma reads.
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of a vector, one value a column of a product
 
 
 class DecodePlan(NamedTuple):
@@ -50,8 +54,13 @@ class DecodePlan(NamedTuple):
     )  # i32[blocks * 2] the item cut by its end, if cut first there, and the blocks after it that go on
 
 
-def plan_decode(kv_len: jax.Array, *, n_kv: int, chunk: int, blocks: int, min_chunks: int) -> DecodePlan:
-    """Deal ceil(kv_len / chunk) * n_kv chunks of all sequences (int32 [b]) to `blocks` equal stretches."""
+def plan_decode(
+    kv_len: jax.Array, *, n_kv: int, chunk: int, blocks: int, min_chunks: int, item_cost: int = ITEM_COST
+) -> DecodePlan:
+    """Deal ceil(kv_len / chunk) * n_kv chunks of all sequences (int32 [b]) to stretches of equal cost.
+
+    A chunk costs CHUNK_COST, an item item_cost beside its chunks: a stretch of many short items has fewer.
+    """
     steps = (kv_len + chunk - 1) // chunk
     b = kv_len.shape[0]
     order = jnp.arange(b, dtype=jnp.int32)
@@ -59,20 +68,30 @@ def plan_decode(kv_len: jax.Array, *, n_kv: int, chunk: int, blocks: int, min_ch
     rank = jnp.sum((steps > 0) & (order < order[:, None]), axis=1, dtype=jnp.int32)
     place = jnp.where(steps > 0, rank, b)  # among the sequences that have context
     seqs = jnp.sum(jnp.where(place == order[:, None], order, 0), axis=1, dtype=jnp.int32)
-    end = jnp.sum(jnp.where(place <= order[:, None], steps, 0), axis=1, dtype=jnp.int32) * n_kv
-    total = jnp.sum(steps, dtype=jnp.int32) * n_kv
-    quota = jnp.maximum(min_chunks, (total + blocks - 1) // blocks)
-    first = jnp.arange(blocks, dtype=jnp.int32) * quota
-    count = jnp.clip(total - first, 0, quota)
-    j = jnp.minimum(jnp.sum(end <= first[:, None], axis=1, dtype=jnp.int32), b - 1)
+    chunks = jnp.sum(jnp.where(place <= order[:, None], steps, 0), axis=1, dtype=jnp.int32) * n_kv
+    ends = jnp.minimum(order + 1, jnp.sum(steps > 0)) * n_kv * item_cost + chunks * CHUNK_COST
+    total = ends[-1]
+    least = min_chunks * CHUNK_COST + item_cost  # every stretch but those beyond the end has a chunk
+    quota = jnp.maximum(least, (total + blocks - 1) // blocks)
+    # Borders of stretches, the last one's end too: the chunk at or after so much cost.
+    border = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * quota, total)
+    j = jnp.minimum(jnp.sum(ends <= border[:, None], axis=1, dtype=jnp.int32), b - 1)
     n = jnp.maximum(steps[seqs[j]], 1)
-    offset = jnp.where(count > 0, first - (end[j] - n * n_kv), 0)
-    head, i = offset // n, offset % n
-    stretch = jnp.stack([j, head, i, count, seqs[j], kv_len[seqs[j]]], axis=1)
+    cost = n * CHUNK_COST + item_cost
+    offset = border - (ends[j] - cost * n_kv)
+    head, rest = offset // cost, offset % cost
+    i = jnp.where(rest > 0, jnp.maximum((rest - item_cost + CHUNK_COST - 1) // CHUNK_COST, 1), 0)
+    line = jnp.where(border < total, chunks[j] - (n_kv - head) * n + i, chunks[-1])  # chunks before
+    head, i = jnp.where(i < n, head, head + 1), jnp.where(i < n, i, 0)
+    j, head = jnp.where(head < n_kv, j, jnp.minimum(j + 1, b - 1)), jnp.where(head < n_kv, head, 0)
+    count = line[1:] - line[:-1]
+    seq = seqs[j]
+    stretch = jnp.stack([x[:-1] for x in (j, head, i)] + [count, seq[:-1], kv_len[seq[:-1]]], axis=1)
     # Block c owns the merge of the item at its end when block c + 1 starts inside an item that starts in c.
-    item, cut, size, more = (jnp.append(x[1:], 0) for x in (seqs[j] * n_kv + head, i, n, count))
-    owns = (more > 0) & (cut > 0) & (cut <= quota)
-    after = jnp.where(owns, (size - cut + quota - 1) // quota, 0)
+    owns = (border[1:] < total) & (i[1:] > 0) & (i[1:] <= count)
+    item, end = seq[1:] * n_kv + head[1:], line[1:] + steps[seq[1:]] - i[1:]
+    goes_on = (line[:-1] >= line[1:, None]) & (line[:-1] < end[:, None])
+    after = jnp.where(owns, jnp.sum(goes_on, axis=1, dtype=jnp.int32), 0)
     merge = jnp.stack([item, after], axis=1)
     return DecodePlan(seqs, stretch.reshape(-1).astype(jnp.int32), merge.reshape(-1).astype(jnp.int32))
 
@@ -94,12 +113,10 @@ class _Shape(NamedTuple):
     chunk: int
     scale: float
     auto_barriers: bool
-    zero_rows: bool
-    p_in_smem: bool  # the interpreter has no wgmma with a register operand
 
     @property
     def rows(self) -> int:
-        """Rows of the tile that are copied and kept: the group, in whole swizzled 8-row tiles."""
+        """Query rows that are copied and multiplied: the group, in whole swizzled 8-row tiles."""
         return 8 if self.group <= 8 else 16
 
     @property
@@ -122,8 +139,8 @@ def decode_attention(
     consumers: int = CONSUMERS,
     stages: int = STAGES,
     chunk: int | None = None,
+    item_cost: int = ITEM_COST,
     auto_barriers: bool = False,
-    zero_rows: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -161,10 +178,10 @@ def decode_attention(
         chunk=chunk,
         scale=scale,
         auto_barriers=auto_barriers,
-        zero_rows=zero_rows,
-        p_in_smem=interpret is not None,
     )
-    plan = plan_decode(kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS)
+    plan = plan_decode(
+        kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS, item_cost=item_cost
+    )
     rows = pool.reshape(n_layers * n_pages * 2 * n_kv * page_tokens, e)
     if shape.stride > shape.group:  # as 3 heads: none may lie on both sides of a tile's border
         q = jnp.pad(q.reshape(s, n_kv, -1, e), ((0, 0), (0, 0), (0, shape.stride - shape.group), (0, 0)))
@@ -225,6 +242,16 @@ def check_attention(
         raise ValueError(f"pool of {pool.size // e} rows of head_dim: row numbers must fit int32")
 
 
+def spread(x: jax.Array, n: int) -> jax.Array:
+    """[n, x.size] of n equal rows x."""
+    return lax.broadcast_in_dim(x, (n, x.shape[0]), [1])
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """x in the registers that store it to a transposed reference."""
+    return plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
 @functools.cache
 def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
     """The kernel from (layer, stretch, seqs, kv_len, table, q, pool rows) to (out, partial outputs, lse)."""
@@ -244,18 +271,18 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         pool: Any,  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
         out: Any,  # bf16[b * h, e]
         parts: Any,  # bf16[blocks * 2 * 2 * rows, e] what rounding leaves of it comes in a second part
-        lse: Any,  # f32[blocks * 2 * 64] log2 of the sum of exp2 of scores
-        q_s: Any,  # bf16[consumers, stages, 64, e]
+        lse: Any,  # f32[blocks * 2 * rows] log2 of the sum of exp2 of scores
+        q_s: Any,  # bf16[consumers, stages, rows, e]
         k_s: Any,  # bf16[consumers, stages, chunk, e]
         v_s: Any,
-        o_s: Any,  # bf16[consumers, 64, e]
-        q_clean: Any,  # [consumers]
+        p_s: Any,  # bf16[consumers, rows, chunk] weights
+        o_s: Any,  # bf16[consumers, rows, e]
+        across: Any,  # f32[consumers, 32 * rows] what warps tell each other
         q_bar: Any,  # [consumers * stages], as the following
         k_bar: Any,
         v_bar: Any,
         k_free: Any,
         v_free: Any,
-        p_s: Any = None,  # bf16[consumers, 64, chunk] with p_in_smem
     ) -> None:
         wg = lax.axis_index("wg")
         first_block = lax.axis_index("block") * z.consumers
@@ -301,9 +328,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             def copy_q(seq: Any, head: Any, segment: Any) -> None:
                 slot = lax.rem(segment, stages)
                 source = q.at[pl.ds((seq * z.n_kv + head) * z.stride, z.rows)]
-                plgpu.copy_gmem_to_smem(
-                    source, q_s.at[to, slot, pl.ds(0, z.rows)], q_bar.at[to * stages + slot]
-                )
+                plgpu.copy_gmem_to_smem(source, q_s.at[to, slot], q_bar.at[to * stages + slot])
 
             def page_ids(seq: Any, i: Any) -> list[Any]:
                 first = i * z.pages + part * pages_each
@@ -331,8 +356,6 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 return there, next_seq, next_n, next_ids, segment + opens.astype(jnp.int32)
 
             seq, n = (stretch[(first_block + to) * 6 + at] for at in (4, 5))
-            if z.zero_rows:
-                pl.when(part == 0)(lambda: plgpu.barrier_wait(q_clean.at[to]))
             lax.fori_loop(0, count, step, (start, seq, n, page_ids(seq, start[2]), jnp.int32(0)))
 
             def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
@@ -342,19 +365,24 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
             lax.fori_loop(count, count + stages, drain, None)
 
+        def reduce(op: str, x: Any) -> Any:
+            """[rows]: max or sum over the tokens (axis 0) of x, which the four warps share among them."""
+            if interpret is not None:
+                return {"max": jnp.max, "add": jnp.sum}[op](x, axis=0)
+
+            @plgpu.inline_mgpu(
+                arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
+                return_type=plgpu.ShapeDtypeStruct((z.rows,), f32, layout=COLUMN),
+            )
+            def reduced(_: Any, x: Any, scratch: Any) -> Any:
+                return x.reduce(op, 0, scratch)
+
+            return reduced(x, across.at[wg])
+
         def multiply() -> None:
             """A stretch of chunks, item by item."""
             block = first_block + wg
             count, start = begin(block)
-            first_top = plgpu.layout_cast(jnp.full((TILE_ROWS,), NO_SCORE, f32), ROW)
-            if z.zero_rows:
-                # Rows of no head are multiplied, too: zeros with weights of zero take little power.
-                for slot in range(stages):
-                    q_s[wg, slot] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), bf16), plgpu.Layout.WGMMA)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(q_clean.at[wg])
-                row = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=ROW)
-                first_top = jnp.where(row < z.rows, NO_SCORE, -NO_SCORE)
 
             def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
                 acc, top, total = carry
@@ -363,23 +391,21 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 plgpu.barrier_wait(k_bar.at[at])
 
                 def scores(ref: Any) -> Any:
-                    plgpu.wgmma(ref, q_s.at[wg, lax.rem(segment, stages)], k_s.at[wg, slot].transpose((1, 0)))
+                    plgpu.wgmma(ref, k_s.at[wg, slot], q_s.at[wg, lax.rem(segment, stages)].transpose((1, 0)))
                     return ref[...]
 
-                score = pl.run_scoped(scores, plgpu.ACC((TILE_ROWS, chunk), f32)) * (z.scale * LOG2E)
+                score = pl.run_scoped(scores, plgpu.ACC((chunk, z.rows), f32)) * (z.scale * LOG2E)
                 plgpu.barrier_arrive(k_free.at[at])
-                column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
-                score = jnp.where(column < n - i * chunk, score, NO_SCORE)
-                new_top = jnp.maximum(top, score.max(axis=1))
+                token = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA)
+                score = jnp.where(token < n - i * chunk, score, NO_SCORE)
+                new_top = jnp.maximum(top, reduce("max", score))
                 shrink = jnp.exp2(top - new_top)
-                weight = jnp.exp2(score - lax.broadcast_in_dim(new_top, score.shape, [0]))
-                total = total * shrink + weight.sum(axis=1)
-                acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-                operand = weight.astype(bf16)
-                if z.p_in_smem:
-                    p_s[wg] = operand
-                    plgpu.commit_smem()
-                    operand = p_s.at[wg]
+                weight = jnp.exp2(score - spread(new_top, chunk))
+                total = total * spread(shrink, chunk) + weight
+                acc = acc * spread(shrink, e)
+                # The barrier of `reduce` says that the product before has read p_s.
+                p_s.at[wg].transpose((1, 0))[...] = transposed(weight.astype(bf16))
+                plgpu.commit_smem()
                 plgpu.barrier_wait(v_bar.at[at])
 
                 @pl.when((i + 1) * chunk > n)
@@ -390,14 +416,14 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                     plgpu.commit_smem()
 
                 def values(ref: Any) -> Any:
-                    if not z.p_in_smem:
+                    if interpret is None:
                         ref[...] = acc
-                    plgpu.wgmma(ref, operand, v_s.at[wg, slot])
+                    plgpu.wgmma(ref, v_s.at[wg, slot].transpose((1, 0)), p_s.at[wg].transpose((1, 0)))
                     return ref[...]
 
-                summed = pl.run_scoped(values, plgpu.ACC((TILE_ROWS, e), f32))
+                summed = pl.run_scoped(values, plgpu.ACC((e, z.rows), f32))
                 plgpu.barrier_arrive(v_free.at[at])
-                return acc + summed if z.p_in_smem else summed, new_top, total
+                return summed if interpret is None else acc + summed, new_top, total
 
             def segment_step(carry: Any) -> Any:
                 """The chunks of one item that lie in this stretch."""
@@ -407,10 +433,11 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 steps = lax.div(n + chunk - 1, chunk)
                 length = jnp.minimum(steps - i, count - c)
                 plgpu.barrier_wait(q_bar.at[wg * stages + lax.rem(segment, stages)])
-                acc = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), f32), plgpu.Layout.WGMMA)
-                total = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), f32), ROW)
+                acc = plgpu.layout_cast(jnp.zeros((e, z.rows), f32), plgpu.Layout.WGMMA)
+                top = plgpu.layout_cast(jnp.full((z.rows,), NO_SCORE, f32), COLUMN)
+                total = plgpu.layout_cast(jnp.zeros((chunk, z.rows), f32), plgpu.Layout.WGMMA)
                 step = functools.partial(chunk_step, c0=c, n=n, i0=i, segment=segment)
-                acc, top, total = lax.fori_loop(0, length, step, (acc, first_top, total))
+                acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
                 finish(block, acc, top, total, seq * z.n_kv + head, i == 0, i + length == steps)
                 return c + length, after(j, head, i + length - 1, n), segment + 1
 
@@ -423,11 +450,12 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
         def finish(block: Any, acc: Any, top: Any, total: Any, item: Any, begins: Any, ends: Any) -> None:
             """Write an item's output, or its part here: to slot 0 (goes on from the block before) or 1."""
-            acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
+            total = reduce("add", total)
+            acc = acc / spread(total, e)
             high = acc.astype(bf16)
             whole = begins & ends
             plgpu.wait_smem_to_gmem(0)
-            o_s[wg] = high
+            o_s.at[wg].transpose((1, 0))[...] = transposed(high)
             plgpu.commit_smem()
 
             @pl.when(whole)
@@ -437,13 +465,12 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
                 part = block * 2 + begins.astype(jnp.int32)
-                rows = pl.ds(0, z.rows)
-                plgpu.copy_smem_to_gmem(o_s.at[wg, rows], parts.at[pl.ds(part * 2 * z.rows, z.rows)])
-                lse[pl.ds(part * TILE_ROWS, TILE_ROWS)] = top + jnp.log(total) * LOG2E
+                plgpu.copy_smem_to_gmem(o_s.at[wg], parts.at[pl.ds(part * 2 * z.rows, z.rows)])
+                lse[pl.ds(part * z.rows, z.rows)] = top + jnp.log(total) * LOG2E
                 plgpu.wait_smem_to_gmem(0)
-                o_s[wg] = (acc - high.astype(f32)).astype(bf16)
+                o_s.at[wg].transpose((1, 0))[...] = transposed((acc - high.astype(f32)).astype(bf16))
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s.at[wg, rows], parts.at[pl.ds((part * 2 + 1) * z.rows, z.rows)])
+                plgpu.copy_smem_to_gmem(o_s.at[wg], parts.at[pl.ds((part * 2 + 1) * z.rows, z.rows)])
 
         def clear_padding(seq: Any) -> None:
             """Zeros for a row without context."""
@@ -451,11 +478,12 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             @pl.when(kv_len[seq] == 0)
             def _() -> None:
                 plgpu.wait_smem_to_gmem(0)
-                o_s[wg] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, e), bf16), plgpu.Layout.WGMMA)
+                zeros = plgpu.layout_cast(jnp.zeros((e, z.rows), bf16), plgpu.Layout.WGMMA)
+                o_s.at[wg].transpose((1, 0))[...] = transposed(zeros)
                 plgpu.commit_smem()
                 heads = z.n_kv * group
-                for at in range(0, heads, TILE_ROWS):
-                    size = min(TILE_ROWS, heads - at)
+                for at in range(0, heads, z.rows):
+                    size = min(z.rows, heads - at)
                     plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, size)], out.at[pl.ds(seq * heads + at, size)])
 
         @pl.when(wg < z.consumers)
@@ -470,25 +498,24 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
     each = z.consumers * stages
     scratch: Any = {
-        "q_s": plgpu.SMEM((z.consumers, stages, TILE_ROWS, e), bf16, transforms=TILED),
+        "q_s": plgpu.SMEM((z.consumers, stages, z.rows, e), bf16, transforms=TILED),
         "k_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
         "v_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
-        "o_s": plgpu.SMEM((z.consumers, TILE_ROWS, e), bf16),
-        "q_clean": plgpu.Barrier(num_barriers=z.consumers),
+        "p_s": plgpu.SMEM((z.consumers, z.rows, chunk), bf16, transforms=TILED),
+        "o_s": plgpu.SMEM((z.consumers, z.rows, e), bf16),
+        "across": plgpu.SMEM((z.consumers, 32 * z.rows), f32),
         "q_bar": plgpu.Barrier(num_barriers=each),
         "k_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
         "v_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
         "k_free": plgpu.Barrier(num_barriers=each),
         "v_free": plgpu.Barrier(num_barriers=each),
     }
-    if z.p_in_smem:
-        scratch["p_s"] = plgpu.SMEM((z.consumers, TILE_ROWS, chunk), bf16, transforms=TILED)
     return plgpu.kernel(
         decode,
         out_type=(
             jax.ShapeDtypeStruct((z.batch * z.n_kv * group, e), bf16),
             jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows, e), bf16),
-            jax.ShapeDtypeStruct((z.blocks * 2 * TILE_ROWS,), f32),
+            jax.ShapeDtypeStruct((z.blocks * 2 * z.rows,), f32),
         ),
         grid=(z.blocks // z.consumers,),
         grid_names=("block",),
@@ -513,7 +540,7 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
     def merge_decode(
         merge: Any,  # i32[blocks * 2]
         parts: Any,  # bf16[blocks * 2 * 2 * rows * e]
-        lse: Any,  # f32[blocks * 2 * 64]
+        lse: Any,  # f32[blocks * 2 * rows]
         out: Any,  # bf16[b * h * e]
         o_s: Any,  # bf16[128]
     ) -> None:
@@ -533,7 +560,7 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
             at = (part * 2 * z.rows + rows * width) * e
             x = parts[pl.ds(at, 128)].astype(jnp.float32)
             x = x + parts[pl.ds(at + z.rows * e, 128)].astype(jnp.float32)
-            return x, [lse[part * TILE_ROWS + rows * width + w] for w in range(width)]
+            return x, [lse[part * z.rows + rows * width + w] for w in range(width)]
 
         def add(left: Any, right: Any) -> Any:
             """The softmax-weighted sum of two partial outputs (normalised), and the log of their sum."""

@@ -21,12 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.mosaic_attention import ROW, TILED, check_attention, whole_tiles
+from slora_jax.pallas_kernels.mosaic_attention import TILED, check_attention, whole_tiles
 
 BLOCK_KV = 128
 STAGES = 2
 ROWS = 64  # query rows of a warpgroup
 ROW_ALIGNMENT = 8  # of the first token of a tile's window
+ROW = plgpu.Layout.WGMMA.reduce(1)  # of a vector, one value a row of a product
 LOG2E = math.log2(math.e)
 
 

@@ -232,6 +232,7 @@ CASES: list[Case] = [
     _decode(256, 400, 32, 32),
     _decode(256, 400, 32, 8, hidden=XLA),
     _decode(256, 400, 32, 8, lengths="8..792"),
+    _decode(256, 400, 32, 32, lengths="8..792"),
     _decode(256, 2048, 32, 8),
     _decode(128, 1024, 32, 32),
     _decode(128, 1024, 32, 8),
@@ -255,8 +256,11 @@ CASES: list[Case] = [
     ),
 ]
 if os.environ.get("SLORA_BENCH_VARIANTS"):
-    for zero_rows in (False, True):
-        for shape in ((256, 400, 32, 32), (256, 400, 32, 8), (128, 1024, 32, 8)):
-            CASES.append(_decode(*shape, bench="paged_decode_variant", zero_rows=zero_rows))
+    ragged = {"lengths": "8..792"}
+    for tuning in ({"item_cost": 0}, {"item_cost": 2}, {"item_cost": 4}, {"stages": 2}):
+        for shape in ((256, 400, 32, 32), (256, 400, 32, 8)):
+            CASES.append(_decode(*shape, bench="paged_decode_variant", **ragged, **tuning))
+    for shape in ((256, 400, 32, 32), (256, 400, 32, 8), (128, 1024, 32, 8)):
+        CASES.append(_decode(*shape, bench="paged_decode_variant", stages=2))
     for tuning in ({"overlap": False}, {"pingpong": True}, {"auto_barriers": True}, {"tile": 64}):
         CASES.append(_prefill(4096, 32, 8, bench="prefill_variant", **tuning))

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.common import Case, Ceilings, Measurement, seconds_per_call
+from benchmarks.kernels.lora_tunings import DEEPER, TUNINGS
 from slora_jax.pallas_kernels.lora_work import AdapterBlocks, LoraWork, build_lora_work, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
 
 PAGE_TOKENS, W, LAYERS = 16, 256, 8
-MODULES = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,19 @@ class Setting:
     d_model: int
     kv: int  # columns of k and of v
     prompt: bool = False
+    modules: str = "q,k,v"  # or o
 
     @property
     def out_dims(self) -> tuple[int, ...]:
-        return (self.d_model, self.kv, self.kv)
+        return (self.d_model, self.kv, self.kv) if self.modules == "q,k,v" else (self.d_model,)
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        return (0, 1, 2) if self.modules == "q,k,v" else (3,)
+
+    def by_module(self, values: Sequence[int]) -> list[int]:
+        """The group's values among those of all seven modules, of which the others have 0."""
+        return [dict(zip(self.group, values, strict=True)).get(m, 0) for m in range(7)]
 
     @property
     def per_page(self) -> int:
@@ -50,9 +60,9 @@ class Setting:
 
     def adapter(self, rank: int, pages: np.ndarray) -> AdapterBlocks:
         blocks, (a, b) = rank // 8, self.chunks
-        starts = list(itertools.accumulate([blocks * (a + n) for n in b], initial=0))[:3]
-        none = [0] * 4
-        return pages, [blocks] * 3 + none, starts + none, [s + blocks * a for s in starts] + none
+        starts = list(itertools.accumulate([blocks * (a + n) for n in b], initial=0))[: len(b)]
+        of_b = [s + blocks * a for s in starts]
+        return pages, self.by_module([blocks] * len(b)), self.by_module(starts), self.by_module(of_b)
 
     def pages_of(self, rank: int) -> int:
         a, b = self.chunks
@@ -64,7 +74,8 @@ class Setting:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(2 * r * (3 * self.d_model + sum(self.out_dims)) for r in self.rank_of)
+        width = len(self.group) * self.d_model + sum(self.out_dims)
+        return sum(2 * r * width for r in self.rank_of)
 
     @property
     def token_adapter(self) -> np.ndarray:
@@ -97,7 +108,8 @@ def make(s: Setting) -> Data:
     rows = 0 if s.prompt else None
     nd, nt, lp = lora_work_needed(s.token_adapter, adapters[0], rows)
     a, b = s.chunks
-    sizes: dict[str, Any] = {"a_chunks": [a] * 3 + [0] * 4, "b_chunks": [*b] + [0] * 4, "decode_rows": rows}
+    chunks: dict[str, Any] = {"a_chunks": s.by_module([a] * len(b)), "b_chunks": s.by_module(b)}
+    sizes = chunks | {"decode_rows": rows}
     works = [
         LoraWork(
             **{k: jnp.asarray(v) for k, v in build_lora_work(s.token_adapter, w, nd, nt, lp, **sizes).items()}
@@ -107,6 +119,7 @@ def make(s: Setting) -> Data:
     keys = jax.random.split(jax.random.key(0), 3)
     elems = PAGE_TOKENS * 2 * s.kv
     pool = jnp.stack([_weights(k, n_pages, elems) for k in jax.random.split(keys[0], LAYERS)])
+    pool = pool.at[:, 0].set(0)  # as in the engine
     x = jax.random.normal(keys[1], (s.tokens, s.d_model), jnp.bfloat16)
     y = jax.random.normal(keys[2], (s.tokens, sum(s.out_dims)), jnp.bfloat16) * jnp.bfloat16(0.1)
     return Data(x, y, pool, works, adapters)
@@ -130,7 +143,7 @@ def apply(
 ) -> jax.Array:
     return apply_lora(
         x, y, pool, i % LAYERS, works[i // LAYERS % len(works)],
-        modules=(0, 1, 2), in_dim=s.d_model, out_dims=s.out_dims, chunk_width=W, **kw,
+        modules=s.group, in_dim=s.d_model, out_dims=s.out_dims, chunk_width=W, **kw,
     )  # fmt: skip
 
 
@@ -148,10 +161,11 @@ def reference(s: Setting, layer: int) -> jax.Array:
                 for m, n in enumerate(b):
                     sides = []
                     for side, width in ((2, a), (3, n)):
+                        first, count = s.group[m], rank // 8 * width
                         rows = np.array(
                             [
                                 [pages[c // s.per_page] * s.per_page + c % s.per_page
-                                 for c in range(blocks[side][m], blocks[side][m] + rank // 8 * width)]
+                                 for c in range(blocks[side][first], blocks[side][first] + count)]
                                 for blocks in (data.adapters[0][t] for t in s.token_adapter[part])
                                 for pages in blocks[:1]
                             ]
@@ -207,7 +221,7 @@ def case(s: Setting, **tuning: Any) -> Case:
         "ranks": "/".join(map(str, s.ranks)),
         "d_model": s.d_model,
         "kv": s.kv,
-        "modules": "q,k,v",
+        "modules": s.modules,
     }
     return Case(
         bench=("lora_prefill" if s.prompt else "lora_decode") + "_variant" * bool(tuning),
@@ -238,24 +252,31 @@ CASES = [
 ]
 
 
-def tunings(shape: tuple[int, int, tuple[int, ...]], *choices: str) -> list[Case]:
-    """Cases of what the defaults were chosen from; a choice is split, stages, pdl, pack."""
-    keys = ("split", "stages", "pdl", "pack")
-    return [
-        case(Setting(*shape, 4096, 4096), **dict(zip(keys, map(int, choice.split(",")), strict=False)))
-        for choice in choices
-    ]
+def tunings(s: Setting, *choices: dict[str, Any]) -> list[Case]:
+    """Cases of what the defaults were chosen from, or of what may replace them."""
+    return [case(s, **choice) for choice in choices]
+
+
+def decode(tokens: int, distinct: int, ranks: tuple[int, ...], **kw: Any) -> Setting:
+    return Setting(tokens, distinct, ranks, 4096, 4096, **kw)
+
+
+def chosen(*names: str, **more: Any) -> list[dict[str, Any]]:
+    return [TUNINGS[name] | more for name in names]
 
 
 if os.environ.get("SLORA_BENCH_VARIANTS"):
+    RANK_16, RANK_8 = (decode(256, 256, ranks) for ranks in ((16,), (8,)))
+    ONE_MODULE = [decode(256, 256, ranks, modules="o") for ranks in ((16,), (8,))]
+    FEW_ITEMS = [decode(256, 1, (16,)), decode(256, 32, (16,)), decode(16, 16, (16,))]
     CASES += [
-        *tunings((256, 256, (16,)), "1,2", "1,3,0,0", "-1,3", "2,3", "2,3,1"),
-        *tunings((256, 256, (8,)), "1,2", "-1,3", "2,3"),
-        *tunings((256, 256, MIXED), "2,3"),
-        *tunings((256, 32, (16,)), "1,3", "4,3", "8,3,1"),
-        *tunings((256, 1, (16,)), "4,3", "8,3,1"),
-        *tunings((16, 16, (16,)), "4,3", "8,3,1"),
+        *tunings(RANK_8, *TUNINGS.values(), {"mask": "never"}, {"stages": 2}, {"pack": False}),
+        *tunings(RANK_16, *chosen("warps", "spread", "mask", "quick", "all", "earlier"), {"stages": 2}),
+        *tunings(decode(256, 256, MIXED), *chosen("warps", "spread", "mask", "quick", "all", "earlier")),
+        *(c for s in ONE_MODULE for c in (case(s), *tunings(s, *chosen("warps", "quick", "all"), *DEEPER))),
+        *(c for s in FEW_ITEMS for c in tunings(s, {"split": 4}, {"split": 16}, *chosen("quick", split=8))),
+        case(decode(256, 1, (16,), prompt=True)),  # the same tokens as tiles
     ]
     CASES.sort(
-        key=lambda c: [c.case[k] for k in ("tokens", "distinct", "ranks", "d_model", "kv")]
+        key=lambda c: [c.case[k] for k in ("modules", "tokens", "distinct", "ranks", "d_model", "kv")]
     )  # data is made once

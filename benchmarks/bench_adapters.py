@@ -112,7 +112,7 @@ class Workbench:
         groups = self.runner.expect(i for i, g in enumerate(GROUPS) if set(g) & set(MODULES))
         shapes: list[StepShape] = []
         if {"thrash", "online", "fairness"} & set(args.what):
-            shapes += offline_shapes(self._first, adapters=True)
+            shapes += offline_shapes(self._first, ranks=SETTINGS["S2"])
         if "loads" in args.what:
             pages = -(-(args.context + args.steps + _RAMP) // self.page_tokens)
             shapes.append(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import glob
+import itertools
 import json
 import re
 import tempfile
@@ -154,14 +155,15 @@ def offline_shapes(engine: Engine, *, ranks: Sequence[int]) -> list[StepShape]:
 
 
 def offline(args: argparse.Namespace) -> None:
-    """Requests/s of the workload for each n."""
-    ranks = SETTINGS[args.setting]
+    """Requests/s of the workload for each setting and n, in one engine."""
     chosen = ablation(args)
-    slot = {"max_lora_rank": max(ranks)} if args.adapter_slots and ranks else {}
+    largest = max((rank for setting in args.setting for rank in SETTINGS[setting]), default=0)
+    slot = {"max_lora_rank": largest} if args.adapter_slots and largest else {}
     engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, **chosen, **slot)
-    vocab, prepared = engine.model_config.vocab_size, random_adapters(engine, ranks)
-    for n in args.n:
-        rng = np.random.default_rng(42)
+    vocab, warm_with = engine.model_config.vocab_size, set[bool]()
+    for setting, n in itertools.product(args.setting, args.n):
+        ranks, rng = SETTINGS[setting], np.random.default_rng(42)
+        prepared = random_adapters(engine, ranks)
         names = register_adapters(engine, prepared, n)
         weights = 1 / np.arange(1, n + 1) if args.popularity == "zipf" else np.ones(max(n, 1))
         requests: list[tuple[list[int], str | None, int]] = []
@@ -170,15 +172,18 @@ def offline(args: argparse.Namespace) -> None:
             name = names[rng.choice(n, p=weights / weights.sum())] if n else None
             requests.append((rng.integers(0, vocab, length_in).tolist(), name, int(length_out)))
         started, before = time.perf_counter(), engine._runner.compilations
-        engine._runner.compile(offline_shapes(engine, ranks=ranks if n and args.lora_mode != "merge" else ()))
-        run_all(engine, requests[:WARM_UP])
-        print(f"compiled and warm after {time.perf_counter() - started:.0f} s", flush=True)
+        if bool(n) not in warm_with:
+            warm_with.add(bool(n))
+            lora = n and args.lora_mode != "merge"
+            engine._runner.compile(offline_shapes(engine, ranks=ranks if lora else ()))
+            run_all(engine, requests[:WARM_UP])
+            print(f"compiled and warm after {time.perf_counter() - started:.0f} s", flush=True)
         warm = engine._runner.compilations
         loads, merges, started = engine.stats().adapter_loads, engine._runner.merges, time.perf_counter()
         tokens = run_all(engine, requests)
         seconds = time.perf_counter() - started
         stats = engine.stats()
-        case = {"model": args.model, "setting": args.setting, "n": n, "popularity": args.popularity}
+        case = {"model": args.model, "setting": setting, "n": n, "popularity": args.popularity}
         case |= chosen
         extra = {
             "seconds": round(seconds, 2),
@@ -395,7 +400,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("offline", help="requests/s of 1000 requests submitted at once")
-    command.add_argument("--setting", choices=tuple(SETTINGS), default="none")
+    command.add_argument("--setting", nargs="+", choices=tuple(SETTINGS), default=["none"])
     command.add_argument(
         "--n", type=int, nargs="+", default=[0], help="registered adapters; several: several runs"
     )

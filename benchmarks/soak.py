@@ -242,7 +242,7 @@ class Soak:
                 path = f"/disk/{fingerprint}"
                 self._disk.folders[path] = fingerprint, rank
                 stamp = self._disk.stamp(path)
-                self.engine._register(name, path, made.packed.shape, stamp, None, True)
+                self.engine._registry.enter(name, path, made.packed.shape, stamp, None, replace=True)
         except ValueError as error:
             if "is pinned" not in str(error):  # a larger one under a pinned name
                 raise
@@ -329,7 +329,7 @@ class Soak:
         assert (len(engine._requests), stats.num_running, stats.num_waiting) == (0, 0, 0)
         assert stats.pages_kv == 0, f"{stats.pages_kv} pages of KV are left"
         assert stats.pages_free + stats.pages_cached + stats.pages_adapter == stats.pages_total
-        assert not any(a.users or a.pins for a in engine._adapters), "references are left"
+        assert not any(a.users or a.in_use for a in engine._adapters), "references are left"
         assert {a.name for a in engine._adapters} == set(self._loaded), "adapters are left, or lost"
         assert (stats.loading.reading, stats.loading.staged) == (0, 0)
         host = engine._adapters.host

@@ -1,12 +1,12 @@
 """Paged decode attention with Pallas Mosaic GPU (Hopper), reading K and V where they lie in the page pool.
 
 The context of every (sequence, KV head), an *item*, is cut into chunks of `CHUNK_ELEMS / head_dim` tokens.
-All chunks of a batch, one item after another, are one line, and each of a fixed number of warpgroups takes an
-stretch of it of equal cost. So they finish together whatever the lengths are, long contexts and small batches split
-by themselves, and copies run ahead over the ends of items: memory is never idle. An item inside one stretch
-is written to the output; one that a stretch's border cuts leaves partial softmaxes, which a second small
-kernel merges. A thread block has two warpgroups that multiply, and one whose warps follow the page table and
-copy for them.
+All chunks of a batch, one item after another, are one line, and each of a fixed number of warpgroups takes a
+stretch of it of equal cost. So they finish together whatever the lengths are, long contexts and small
+batches split by themselves, and copies run ahead over the ends of items: memory is never idle. An item
+inside one stretch is written to the output; one that a stretch's border cuts leaves partial softmaxes, which
+a second small kernel merges. A thread block has two warpgroups that multiply, and one whose warps follow the
+page table and copy for them.
 
 Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So
 the 64 rows that wgmma must have are tokens and head dims, and a group of 1 to 16 query heads fills its 8 or
@@ -249,7 +249,8 @@ def spread(x: jax.Array, n: int) -> jax.Array:
 
 def transposed(x: jax.Array) -> jax.Array:
     """x in the registers that store it to a transposed reference."""
-    return plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    cast: jax.Array = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    return cast
 
 
 @functools.cache
@@ -370,14 +371,12 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             if interpret is not None:
                 return {"max": jnp.max, "add": jnp.sum}[op](x, axis=0)
 
-            @plgpu.inline_mgpu(
-                arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
-                return_type=plgpu.ShapeDtypeStruct((z.rows,), f32, layout=COLUMN),
-            )
-            def reduced(_: Any, x: Any, scratch: Any) -> Any:
-                return x.reduce(op, 0, scratch)
-
-            return reduced(x, across.at[wg])
+            inline: Any = plgpu.inline_mgpu
+            types = (plgpu.Layout.WGMMA, plgpu.RefType())
+            result = plgpu.ShapeDtypeStruct((z.rows,), f32, layout=COLUMN)
+            return inline(arg_types=types, return_type=result)(
+                lambda _, x, scratch: x.reduce(op, 0, scratch)
+            )(x, across.at[wg])
 
         def multiply() -> None:
             """A stretch of chunks, item by item."""

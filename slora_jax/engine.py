@@ -418,7 +418,7 @@ class Engine:
         self._prefixes.clear()
 
     def check_integrity(self) -> None:
-        """Prove that pages, slots, uses of adapters and requests add up; raises AssertionError saying what does not."""
+        """Prove that pages, slots, uses of adapters and requests add up: AssertionError if not."""
         self._scheduler.check_integrity()
         live = [s for r in self._requests.values() for s in r.sequences if s.finish_reason is None]
         held = [*self._scheduler.running, *self._scheduler.waiting]

@@ -256,11 +256,9 @@ CASES: list[Case] = [
     ),
 ]
 if os.environ.get("SLORA_BENCH_VARIANTS"):
-    ragged = {"lengths": "8..792"}
-    for tuning in ({"item_cost": 0}, {"item_cost": 2}, {"item_cost": 4}, {"stages": 2}):
-        for shape in ((256, 400, 32, 32), (256, 400, 32, 8)):
-            CASES.append(_decode(*shape, bench="paged_decode_variant", **ragged, **tuning))
-    for shape in ((256, 400, 32, 32), (256, 400, 32, 8), (128, 1024, 32, 8)):
-        CASES.append(_decode(*shape, bench="paged_decode_variant", stages=2))
+    for name, value in (("item_cost", 0), ("item_cost", 2), ("item_cost", 4), ("stages", 2)):
+        for n_kv in (32, 8):
+            variant: dict[str, Any] = {"bench": "paged_decode_variant", name: value}
+            CASES.append(_decode(256, 400, 32, n_kv, lengths="8..792", **variant))
     for tuning in ({"overlap": False}, {"pingpong": True}, {"auto_barriers": True}, {"tile": 64}):
         CASES.append(_prefill(4096, 32, 8, bench="prefill_variant", **tuning))

@@ -104,15 +104,16 @@ class HostCache:
 
 
 def host_budget(wanted: int | None, pinned_host_limit: int | None) -> int:
-    """Bytes for a HostCache: `wanted`, else half of the machine's (or the cgroup's) memory, and three
-    quarters of the pinned host memory at most, since adapters given from memory and other transfers need some.
+    """Bytes for a HostCache: `wanted`, else half of the machine's (or the cgroup's) memory, but at most
+    three quarters of the pinned host memory: adapters given from memory and other transfers need some.
 
     Raises ValueError where more is wanted than there is pinned host memory.
     """
     if wanted is not None and pinned_host_limit is not None and wanted > pinned_host_limit:
         raise ValueError(
-            f"adapter_host_bytes {wanted} is above the {pinned_host_limit} bytes of pinned host memory that XLA gives: "
-            f"lower it, or set the environment variable {PINNED_HOST_LIMIT_VARIABLE} (in GiB) before the start"
+            f"adapter_host_bytes {wanted} is above the {pinned_host_limit} bytes of pinned host memory that "
+            f"XLA gives: lower it, or set the environment variable {PINNED_HOST_LIMIT_VARIABLE} (in GiB) "
+            "before the start"
         )
     if wanted is not None:
         return wanted

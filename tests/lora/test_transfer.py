@@ -1,4 +1,4 @@
-"""Adapters of every size come into the pool whole, by a few compiled writes, from plain or pinned host memory."""
+"""Adapters of every size come into the pool whole, by few compiled writes, from any host memory."""
 
 from __future__ import annotations
 

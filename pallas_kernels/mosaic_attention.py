@@ -369,14 +369,13 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         def reduce(op: str, x: Any) -> Any:
             """[rows]: max or sum over the tokens (axis 0) of x, which the four warps share among them."""
             if interpret is not None:
-                return {"max": jnp.max, "add": jnp.sum}[op](x, axis=0)
-
-            inline: Any = plgpu.inline_mgpu
-            types = (plgpu.Layout.WGMMA, plgpu.RefType())
-            result = plgpu.ShapeDtypeStruct((z.rows,), f32, layout=COLUMN)
-            return inline(arg_types=types, return_type=result)(
-                lambda _, x, scratch: x.reduce(op, 0, scratch)
-            )(x, across.at[wg])
+                return x.max(axis=0) if op == "max" else x.sum(axis=0)
+            # Mosaic's own scratch for this would be one for both multiplying warpgroups.
+            inline: Any = plgpu.inline_mgpu(
+                arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
+                return_type=plgpu.ShapeDtypeStruct((z.rows,), f32, layout=COLUMN),
+            )
+            return inline(lambda _, x, scratch: x.reduce(op, 0, scratch))(x, across.at[wg])
 
         def multiply() -> None:
             """A stretch of chunks, item by item."""

@@ -75,7 +75,7 @@ class LoraConfig:
     # To be measured on the chip, see docs/kernels.md. All are of decode items.
     count: bool = True  # the ring's stages are counted along, not divided out of the step
     # With one launch, rows that no copy fills are copied from the zero page, not cleared by stores.
-    zero_page: bool = True
+    zero_page: bool = False
     few_slots: bool = True  # small items look up and copy FEW blocks a step instead of SLOTS
     warps: bool = True  # each warp of the copying warpgroup looks up and copies blocks of its own
     pairs: bool = False  # small items take two column chunks a step

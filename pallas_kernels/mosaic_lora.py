@@ -46,7 +46,6 @@ from slora_jax.pallas_kernels.lora_work import (
 RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
 SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes
 RING_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
-ZERO_PAGE = 0  # of the pool, see memory/page_pool.py
 FEW = SLOTS // 2  # blocks up to which an item counts as small
 WARPS = 4  # of a warpgroup
 CHUNK_WIDTHS = (64, 128, 256)
@@ -72,20 +71,9 @@ class LoraConfig:
     pdl: bool = False  # programmatic dependent launch
     pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
-    # To be measured on the chip, see docs/kernels.md. All are of decode items.
-    count: bool = True  # the ring's stages are counted along, not divided out of the step
-    # With one launch, rows that no copy fills are copied from the zero page, not cleared by stores.
-    zero_page: bool = False
-    few_slots: bool = True  # small items look up and copy FEW blocks a step instead of SLOTS
-    warps: bool = True  # each warp of the copying warpgroup looks up and copies blocks of its own
-    pairs: bool = False  # small items take two column chunks a step
-    ring: int = RING_ROWS
+    # Of decode items:
     deltas: int = 2  # buffers of products on their way to y
-    spread: bool = True  # each warp of the multiplying warpgroup adds columns of its own to y
     whole_window: int = 3  # tokens from which an item adds its window at once instead of row by row
-    # When products are selected to be zero for other tokens, so that an adapter's NaNs stay with its own: of
-    # every item, only where the window is added at once, or (for measurements) never.
-    mask: Literal["always", "windows", "never"] = "windows"
 
     @property
     def a_chunks(self) -> int:
@@ -94,10 +82,6 @@ class LoraConfig:
     @property
     def b_chunks(self) -> tuple[int, ...]:
         return tuple(n // self.width for n in self.out_dims)
-
-    @property
-    def paired(self) -> bool:
-        return self.pairs and self.a_chunks % 2 == 0
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -228,11 +212,6 @@ class _Item:
         """The nth token of a decode item, counted from the window's first."""
         return lax.rem(lax.shift_right_logical(self.first, jnp.int32(4 * n)), WINDOW)
 
-    def has(self, t: int) -> jax.Array:
-        """Whether the window's token t is a decode item's."""
-        found = [(n < self.count) & (self.token(n) == t) for n in range(WINDOW)]
-        return functools.reduce(jnp.logical_or, found)  # type: ignore[no-any-return]
-
     def start(self, m: int) -> jax.Array | int:
         """First block of module m."""
         return self.ends[m - 1] if m else 0
@@ -246,62 +225,27 @@ class _Item:
         is_a: jax.Array | bool,
         *,
         slots: Sequence[jax.Array | int] = range(SLOTS),
-        ahead: jax.Array | int | None = None,
     ) -> None:
         """Start copying chunk k of every block of A, or of B where it has one, to dst [64, W].
 
-        The barrier sees an arrival from each of the `slots` in any case. A slot is a block; with `ahead`,
-        slots from FEW on are blocks of the next chunk, whose rows begin that many further on.
+        The barrier sees an arrival from each of the `slots`, the blocks looked at, in any case.
         """
         config = self.config
         b_chunks = [jnp.int32(n) for n in config.b_chunks]
         found = []
-        for slot in slots:
-            block, after = (slot, 0) if ahead is None else (slot % FEW, slot // FEW)
+        for block in slots:
             of_a = self._of_module(block, self._a) + block * config.a_chunks
             of_b = self._of_module(
                 block, [b + block * n for b, n in zip(self._b, config.b_chunks, strict=True)]
             )
-            nth = k + after
-            exists = (block < self.blocks) & (is_a | (nth < self._of_module(block, b_chunks)))
-            chunk = jnp.where(exists, nth + jnp.where(is_a, of_a, of_b), 0)
+            exists = (block < self.blocks) & (is_a | (k < self._of_module(block, b_chunks)))
+            chunk = jnp.where(exists, k + jnp.where(is_a, of_a, of_b), 0)
             page = self._pages[self._page_base + lax.div(chunk, config.per_page)]
-            to = RANK_BLOCK * block
-            if ahead is not None:
-                to += ahead * after
-            found.append((exists, page, lax.rem(chunk, config.per_page), to))
-        for exists, page, chunk, to in found:  # after all loads of pages, which so overlap
-            self._copy_block(chunks, page, chunk, dst, to, barrier, exists)
-
-    def copy_zeros(
-        self,
-        chunks: Ref,
-        dst: Ref,
-        row: jax.Array,
-        first: jax.Array,
-        barrier: Ref,
-        condition: jax.Array | bool,
-    ) -> None:
-        """Start filling blocks `first` .. 7 of the 64 rows of dst from `row` on with zeros; 7 arrivals."""
-        for block in range(1, SLOTS):
-            wanted = condition & (first <= block)
-            self._copy_block(
-                chunks, ZERO_PAGE, 0, dst, row + RANK_BLOCK * jnp.where(wanted, block, 0), barrier, wanted
-            )
-
-    def _copy_block(
-        self,
-        chunks: Ref,
-        page: jax.Array | int,
-        chunk: jax.Array | int,
-        dst: Ref,
-        row: jax.Array | int,
-        barrier: Ref,
-        condition: jax.Array,
-    ) -> None:
-        at = ((self._first_page + page) * self.config.per_page + chunk) * RANK_BLOCK
-        source, target = chunks.at[pl.ds(at, RANK_BLOCK)], dst.at[pl.ds(row, RANK_BLOCK)]
-        _copy(source, target, barrier, condition, self.config)
+            found.append((exists, page, lax.rem(chunk, config.per_page), RANK_BLOCK * block))
+        for exists, page, chunk, row in found:  # after all loads of pages, which so overlap
+            at = ((self._first_page + page) * config.per_page + chunk) * RANK_BLOCK
+            source, target = chunks.at[pl.ds(at, RANK_BLOCK)], dst.at[pl.ds(row, RANK_BLOCK)]
+            _copy(source, target, barrier, exists, config)
 
     def _of_module(self, block: jax.Array | int, values: list[jax.Array]) -> jax.Array:
         """The value of the module that `block` belongs to."""
@@ -348,10 +292,9 @@ def _accumulate(shape: tuple[int, int], body: Callable[[Ref], None]) -> jax.Arra
     return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))  # type: ignore[no-any-return]
 
 
-def _steps(chunks: int, part: jax.Array, split: int, unit: jax.Array | int = 1) -> jax.Array:
-    """How many of `chunks`, taken by `unit`, fall to a part that takes every split-th."""
-    units = lax.div(chunks + unit - 1, unit) if isinstance(unit, jax.Array) else chunks
-    return lax.div(units - part + split - 1, split)
+def _steps(chunks: int, part: jax.Array, split: int) -> jax.Array:
+    """How many of `chunks` fall to a part that takes every split-th."""
+    return lax.div(chunks - part + split - 1, split)
 
 
 def _kernel(
@@ -382,9 +325,6 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
     """
     n_modules, width = len(config.out_dims), config.width
     tokens = WINDOW * n_modules
-    # Only where A has filled every stage before the expand begins: else it may read stages not filled yet.
-    a_steps = config.a_chunks // (2 if config.paired else 1)
-    zero_page = config.zero_page and phase == "both" and a_steps >= config.stages
     pieces = width // SWIZZLE  # of a chunk's columns, as they are added to y
 
     def decode(
@@ -397,19 +337,15 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
         # wgmma reads 64 rows of a chunk: those past the item's blocks belong to the next, and meet zeros of
         # h.
         rows = RANK_BLOCK * item.blocks if config.pack else RANKS
-        held = 1 + lax.div(config.ring - RANKS, jnp.maximum(rows, RANK_BLOCK))  # chunks in the ring
-        unit = jnp.where(few, 2, 1) if config.paired else 1  # chunks of a step
-        stages = jnp.minimum(config.stages, lax.div(held, unit) if config.paired else held)
+        held = 1 + lax.div(RING_ROWS - RANKS, jnp.maximum(rows, RANK_BLOCK))  # chunks in the ring
+        stages = jnp.minimum(config.stages, held)
         no_steps = part * 0
-        shrinks = no_steps if phase == "expand" else _steps(config.a_chunks, part, split, unit)
-        expands = no_steps if phase == "shrink" else _steps(max(config.b_chunks), part, split, unit)
+        shrinks = no_steps if phase == "expand" else _steps(config.a_chunks, part, split)
+        expands = no_steps if phase == "shrink" else _steps(max(config.b_chunks), part, split)
         total = shrinks + expands
 
         def loop(first: jax.Array, end: jax.Array, body: Callable[[jax.Array, jax.Array], None]) -> None:
             """body(step, stage) for the steps from first to end."""
-            if not config.count:
-                lax.fori_loop(first, end, lambda i, _: body(i, lax.rem(i, stages)), None)
-                return
 
             def counted(i: jax.Array, stage: jax.Array) -> jax.Array:
                 body(i, stage)
@@ -417,104 +353,46 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
             lax.fori_loop(first, end, counted, lax.rem(first, stages))
 
-        def chunk_row(stage: jax.Array, nth: jax.Array | int = 0) -> jax.Array:
-            """First row in the ring of a stage's nth chunk."""
-            row: jax.Array = (unit * stage + nth) * rows
-            return row
-
-        def chunk_rows(stage: jax.Array, nth: jax.Array | int, count: int = RANKS) -> Ref:
-            return w_s.at[pl.ds(chunk_row(stage, nth), count)]
-
-        def each_chunk(body: Callable[[jax.Array | int], None]) -> None:
-            """body(nth) for the chunks of a step."""
-            if config.paired:
-                lax.fori_loop(0, unit, lambda nth, _: body(nth), None)
-            else:
-                body(0)
+        def chunk_rows(stage: jax.Array) -> Ref:
+            return w_s.at[pl.ds(stage * rows, RANKS)]
 
         def by_slots(body: Callable[[Ref, int], None]) -> None:
             """body(barriers that stages are full, slots that a step copies)."""
-            if not config.few_slots:
-                body(full, SLOTS)
-                return
             pl.when(few)(lambda: body(scratch["few_full_s"], FEW))
             pl.when(jnp.logical_not(few))(lambda: body(full, SLOTS))
 
         def wait_until_full(stage: jax.Array) -> None:
             by_slots(lambda barriers, _: plgpu.barrier_wait(barriers.at[stage]))
 
-        def fill() -> None:
-            """Make what no copy fills finite: wgmma multiplies it with zeros."""
-            if not zero_page:
-                pl.when((item.blocks < SLOTS) | _may_start_empty(config, phase))(lambda: _zero(w_s))
-                plgpu.commit_smem()
-            elif config.pack:
-                item.copy_zeros(
-                    chunks, w_s, chunk_row(stages, -1), item.blocks, scratch["zeros_s"].at[0], True
-                )
-            else:
-                for nth in range(config.ring // RANKS):
-                    used, row = nth < stages * unit, jnp.int32(nth * RANKS)
-                    item.copy_zeros(chunks, w_s, row, item.blocks, scratch["zeros_s"].at[0], used)
-
         def produce() -> None:
             if phase != "shrink":
-                fill()
+                # What no copy fills must be finite: wgmma multiplies it with zeros.
+                pl.when((item.blocks < SLOTS) | _may_start_empty(config, phase))(lambda: _zero(w_s))
+                plgpu.commit_smem()
             if phase != "expand":
                 _wait_for_inputs(config)
-            if config.warps:
-                plgpu.warp_map(produce_steps)
-            else:
-                produce_steps(None)
+            plgpu.warp_map(produce_steps)
 
-        def produce_steps(warp: jax.Array | None) -> None:
-            """The copies of every step; of a warp of the warpgroup, its own."""
+        def produce_steps(warp: jax.Array) -> None:
+            """One warp's copies of every step: every WARPS-th block; the last one's are of x, too."""
 
             def step(i: jax.Array, stage: jax.Array) -> None:
                 is_a = i < shrinks
-                k = unit * (part + split * jnp.where(is_a, i, i - shrinks))
+                k = part + split * jnp.where(is_a, i, i - shrinks)
                 pl.when(i >= stages)(lambda: plgpu.barrier_wait(free.at[stage]))
                 by_slots(functools.partial(copy, stage, is_a, k))
 
             def copy(stage: jax.Array, is_a: jax.Array, k: jax.Array, barriers: Ref, n_slots: int) -> None:
-                def weights(ahead: jax.Array | int | None) -> None:
-                    item.copy(
-                        chunks,
-                        chunk_rows(stage, 0, RANKS if config.pack or ahead is None else 2 * RANKS),
-                        barriers.at[stage],
-                        k,
-                        is_a,
-                        slots=range(n_slots)
-                        if warp is None
-                        else [warp + n for n in range(0, n_slots, WARPS)],
-                        ahead=ahead,
-                    )
+                slots = [warp + n for n in range(0, n_slots, WARPS)]
+                item.copy(chunks, chunk_rows(stage), barriers.at[stage], k, is_a, slots=slots)
+                if phase == "expand":
+                    return
 
-                def inputs(n_chunks: int) -> None:
+                @pl.when(warp == WARPS - 1)
+                def _() -> None:
                     column = jnp.where(is_a, k, 0) * width
-                    source = x.at[pl.ds(item.row, WINDOW), pl.ds(column, n_chunks * width)]
-                    target = scratch["x_s"].at[stage]
-                    if config.paired:
-                        target = target.at[:, pl.ds(0, n_chunks * width)]
-                    _copy(source, target, barriers.at[stage], is_a, config)
-
-                def all_inputs() -> None:
-                    if config.paired:
-                        pl.when(few)(lambda: inputs(2))
-                        pl.when(jnp.logical_not(few))(lambda: inputs(1))
-                    else:
-                        inputs(1)
-
-                if config.paired:
-                    pl.when(few)(lambda: weights(rows))
-                    pl.when(jnp.logical_not(few))(lambda: weights(None))
-                else:
-                    weights(None)
-                if phase != "expand":
-                    if warp is None:
-                        all_inputs()
-                    else:
-                        pl.when(warp == WARPS - 1)(all_inputs)
+                    source = x.at[pl.ds(item.row, WINDOW), pl.ds(column, width)]
+                    _copy(source, scratch["x_s"].at[stage], barriers.at[stage], is_a, config)
 
             loop(jnp.int32(0), total, step)
             loop(jnp.maximum(total - stages, 0), total, lambda _, stage: plgpu.barrier_wait(free.at[stage]))
@@ -523,15 +401,8 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
             def steps(acc: Ref) -> None:
                 def step(_: jax.Array, stage: jax.Array) -> None:
                     wait_until_full(stage)
-
-                    def multiply(nth: jax.Array | int) -> None:
-                        x_s = scratch["x_s"].at[stage]
-                        if config.paired:
-                            x_s = x_s.at[:, pl.ds(nth * width, width)]
-                        plgpu.wgmma(acc, chunk_rows(stage, nth), x_s.T)
-                        plgpu.wgmma_wait(0)
-
-                    each_chunk(multiply)
+                    plgpu.wgmma(acc, chunk_rows(stage), scratch["x_s"].at[stage].T)
+                    plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[stage])
 
                 loop(jnp.int32(0), shrinks, step)
@@ -542,48 +413,34 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
             h_s, d_s = scratch["h_s"], scratch["d_s"]
             r = _iota((RANKS, WINDOW), 0)
             t = lax.rem(_iota((SWIZZLE, tokens), 1), WINDOW)
-            if config.mask == "always":
-                found = [(t == n) & item.has(n) for n in range(WINDOW)]
-            else:
-                found = [t == jnp.where(n < item.count, item.token(n), -1) for n in range(WINDOW)]
+            found = [t == jnp.where(n < item.count, item.token(n), -1) for n in range(WINDOW)]
             own = functools.reduce(jnp.logical_or, found)
             for m in range(n_modules):
                 mine = (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
                 h_s.at[pl.ds(WINDOW * m, WINDOW)].T[...] = jnp.where(mine, h, 0.0).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            if zero_page:
-                plgpu.barrier_wait(scratch["zeros_s"].at[0])
 
             def step(i: jax.Array, stage: jax.Array) -> None:
-                first = unit * (part + split * (i - shrinks))
+                k = part + split * (i - shrinks)
                 wait_until_full(stage)
-                each_chunk(lambda nth: chunk(i, stage, nth, first + nth))
-
-            def chunk(i: jax.Array, stage: jax.Array, nth: jax.Array | int, k: jax.Array) -> None:
 
                 def multiply(*accs: Ref) -> list[jax.Array]:
                     for c, acc in enumerate(accs):
-                        w = chunk_rows(stage, nth).at[:, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
+                        w = chunk_rows(stage).at[:, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
                         plgpu.wgmma(acc, w.T, h_s.T)
                     return [acc[...] for acc in accs]
 
                 acc = plgpu.ACC((SWIZZLE, tokens), jnp.float32)
                 deltas = pl.run_scoped(multiply, *[acc] * pieces)
-                if config.paired:
-                    pl.when(nth == unit - 1)(lambda: plgpu.barrier_arrive(free.at[stage]))
-                else:
-                    plgpu.barrier_arrive(free.at[stage])
+                plgpu.barrier_arrive(free.at[stage])
                 # The last chunk of this buffer of d_s has left it.
                 plgpu.wait_smem_to_gmem(config.deltas - 1, wait_read_only=True)
-                buffer = pieces * tokens * lax.rem(unit * i + nth, config.deltas)
-                if config.mask == "windows":
-                    at_once = item.count >= config.whole_window
-                    pl.when(at_once)(lambda: store(deltas, buffer, masked=True))
-                    pl.when(jnp.logical_not(at_once))(lambda: store(deltas, buffer, masked=False))
-                else:
-                    store(deltas, buffer, masked=config.mask == "always")
+                buffer = pieces * tokens * lax.rem(i, config.deltas)
+                at_once = item.count >= config.whole_window
+                pl.when(at_once)(lambda: store(deltas, buffer, masked=True))
+                pl.when(jnp.logical_not(at_once))(lambda: store(deltas, buffer, masked=False))
                 plgpu.commit_smem()
-                if config.spread and config.interpret is None:  # whose warps could not add as `_add` does
+                if config.interpret is None:  # whose warps could not add as `_add` does
                     plgpu.warp_map(lambda warp: add_modules(k, buffer, [warp], warp < pieces))
                 else:
                     add_modules(k, buffer, range(pieces), True)
@@ -648,22 +505,17 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
     bf16, reads_x = jnp.bfloat16, phase != "expand"
     scratch = {
-        "w_s": plgpu.SMEM((config.ring, width), bf16, transforms=OPERAND),
+        "w_s": plgpu.SMEM((RING_ROWS, width), bf16, transforms=OPERAND),
         "full_s": plgpu.Barrier(num_arrivals=SLOTS + reads_x, num_barriers=config.stages),
+        "few_full_s": plgpu.Barrier(num_arrivals=FEW + reads_x, num_barriers=config.stages),
         "free_s": plgpu.Barrier(num_barriers=config.stages),
     }
-    if config.few_slots:
-        scratch["few_full_s"] = plgpu.Barrier(num_arrivals=FEW + reads_x, num_barriers=config.stages)
     if reads_x:
-        columns = width * (1 + config.paired)
-        scratch["x_s"] = plgpu.SMEM((config.stages, WINDOW, columns), bf16, transforms=OPERAND)
+        scratch["x_s"] = plgpu.SMEM((config.stages, WINDOW, width), bf16, transforms=OPERAND)
     if phase != "shrink":
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
         rows = config.deltas * pieces * tokens  # (w/64, m, t), w of 64
         scratch["d_s"] = plgpu.SMEM((rows, SWIZZLE), bf16, transforms=ROWS)
-        if zero_page:
-            arrivals = (SLOTS - 1) * (1 if config.pack else config.ring // RANKS)
-            scratch["zeros_s"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=1)
     out_type = jax.ShapeDtypeStruct((split, nd * RANKS, WINDOW), jnp.float32) if phase == "shrink" else ()
 
     def body(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, **scratch: Ref) -> None:
@@ -687,8 +539,7 @@ def _let_next_start(config: LoraConfig) -> None:
 def _may_start_empty(config: LoraConfig, phase: Phase) -> bool:
     """Whether a stage may be multiplied before a copy has filled every block of the item once."""
     uneven = min(config.b_chunks) != max(config.b_chunks)
-    filled = config.a_chunks // (2 if config.paired else 1)
-    return uneven and (phase == "expand" or filled < config.stages)
+    return uneven and (phase == "expand" or config.a_chunks < config.stages)
 
 
 def _sum_parts(h: Ref, split: int, rows: Any) -> jax.Array:

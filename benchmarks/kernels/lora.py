@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.common import Case, Ceilings, Measurement, seconds_per_call
-from benchmarks.kernels.lora_tunings import DEEPER, TUNINGS
 from slora_jax.pallas_kernels.lora_work import AdapterBlocks, LoraWork, build_lora_work, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
 
@@ -253,7 +252,7 @@ CASES = [
 
 
 def tunings(s: Setting, *choices: dict[str, Any]) -> list[Case]:
-    """Cases of what the defaults were chosen from, or of what may replace them."""
+    """Cases of what the defaults were chosen from."""
     return [case(s, **choice) for choice in choices]
 
 
@@ -261,22 +260,14 @@ def decode(tokens: int, distinct: int, ranks: tuple[int, ...], **kw: Any) -> Set
     return Setting(tokens, distinct, ranks, 4096, 4096, **kw)
 
 
-def chosen(*names: str, **more: Any) -> list[dict[str, Any]]:
-    return [TUNINGS[name] | more for name in names]
-
-
 if os.environ.get("SLORA_BENCH_VARIANTS"):
-    RANK_16, RANK_8 = (decode(256, 256, ranks) for ranks in ((16,), (8,)))
-    ONE_MODULE = [decode(256, 256, ranks, modules="o") for ranks in ((16,), (8,))]
-    FEW_ITEMS = [decode(256, 1, (16,)), decode(256, 32, (16,)), decode(16, 16, (16,))]
-    CASES += [
-        *tunings(RANK_8, *TUNINGS.values(), {"mask": "never"}, {"stages": 2}, {"pack": False}),
-        *tunings(RANK_16, *chosen("warps", "spread", "mask", "quick", "all", "earlier"), {"stages": 2}),
-        *tunings(decode(256, 256, MIXED), *chosen("warps", "spread", "mask", "quick", "all", "earlier")),
-        *(c for s in ONE_MODULE for c in (case(s), *tunings(s, *chosen("warps", "quick", "all"), *DEEPER))),
-        *(c for s in FEW_ITEMS for c in tunings(s, {"split": 4}, {"split": 16}, *chosen("quick", split=8))),
-        case(decode(256, 1, (16,), prompt=True)),  # the same tokens as tiles
-    ]
+    for ranks in ((8,), (16,), MIXED):
+        choices = {"deltas": 1}, {"stages": 2}, {"stages": 5}, {"pack": False}, {"split": 2}
+        CASES += tunings(decode(256, 256, ranks), *choices)
+    CASES += [case(decode(256, 256, ranks, modules="o")) for ranks in ((8,), (16,))]
+    for s in (decode(256, 1, (16,)), decode(256, 32, (16,)), decode(16, 16, (16,))):
+        CASES += tunings(s, {"split": 4}, {"split": 16})
+    CASES.append(case(decode(256, 1, (16,), prompt=True)))  # the same tokens as tiles
     CASES.sort(
         key=lambda c: [c.case[k] for k in ("modules", "tokens", "distinct", "ranks", "d_model", "kv")]
     )  # data is made once

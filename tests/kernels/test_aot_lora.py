@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels.lora_tunings import DEEPER, TUNINGS
 from slora_jax.pallas_kernels import aot
 from slora_jax.pallas_kernels.lora_work import FIELDS, MODULE_GROUPS, LoraWork
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
@@ -53,56 +50,12 @@ def test_compiles_for_h200(
     width: int,
     page_elems: int,
 ) -> None:
-    check_compiled(dump, tokens, nd, nt, in_dim, out_dims, width, page_elems)
-
-
-@pytest.mark.parametrize(
-    ("nd", "out_dims", "page_elems"),
-    [
-        (256, (4096, 4096, 4096), 131072),  # fused
-        (256, (4096, 1024, 1024), 32768),  # fused, columns that k and v do not have
-        (32, (4096, 1024, 1024), 32768),  # split
-        (256, (4096,), 131072),
-    ],
-)
-@pytest.mark.parametrize("name", TUNINGS)
-def test_tunings_compile_for_h200(
-    dump: Path, name: str, nd: int, out_dims: tuple[int, ...], page_elems: int
-) -> None:
-    check_compiled(dump, 256, nd, 0, 4096, out_dims, 256, page_elems, TUNINGS[name])
-
-
-@pytest.mark.parametrize("tuning", DEEPER, ids=str)
-def test_tunings_of_one_module_compile_for_h200(dump: Path, tuning: dict[str, Any]) -> None:
-    check_compiled(dump, 256, 256, 0, 4096, (4096,), 256, 131072, tuning)
-
-
-def check_compiled(
-    dump: Path,
-    tokens: int,
-    nd: int,
-    nt: int,
-    in_dim: int,
-    out_dims: tuple[int, ...],
-    width: int,
-    page_elems: int,
-    tuning: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
     modules = next(g for g in MODULE_GROUPS if len(g) == len(out_dims))
 
     def two_layers(y: jax.Array, x: jax.Array, pool: jax.Array, work: LoraWork) -> jax.Array:
         for layer in range(2):
             y = apply_lora(
-                x,
-                y,
-                pool,
-                layer,
-                work,
-                modules=modules,
-                in_dim=in_dim,
-                out_dims=out_dims,
-                chunk_width=width,
-                **tuning,
+                x, y, pool, layer, work, modules=modules, in_dim=in_dim, out_dims=out_dims, chunk_width=width
             )
         return y
 

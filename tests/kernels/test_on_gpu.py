@@ -20,7 +20,6 @@ import numpy.typing as npt
 import pytest
 
 from benchmarks.compare_backends import random_adapter
-from benchmarks.kernels.lora_tunings import TUNINGS
 from slora_jax import ModelConfig
 from slora_jax.lora.packing import pack_adapter
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
@@ -179,17 +178,6 @@ LORA_BATCHES = {  # adapter of each decode row, -1: none; (adapter, tokens) of e
 
 @pytest.mark.parametrize("batch", LORA_BATCHES)
 def test_lora(model: ModelConfig, batch: str) -> None:
-    check_lora(model, batch, {})
-
-
-@pytest.mark.parametrize("split", [1, None])  # shrink and expand in one launch, in two
-@pytest.mark.parametrize("tuning", ["default", *TUNINGS])
-def test_lora_tunings(tuning: str, split: int | None) -> None:
-    check_lora(MODELS["gqa4-128"], "decodes and prompts", TUNINGS.get(tuning, {}) | {"split": split})
-
-
-def check_lora(model: ModelConfig, batch: str, tuning: dict[str, Any]) -> None:
-    """Every group's outputs are those of plain JAX in float32; `tuning` goes to the kernel."""
     layout = PageLayout.for_model(model, PAGE_TOKENS, 1)
     rng = np.random.default_rng(3)
     pool = np.full((model.num_hidden_layers, N_PAGES, layout.page_elems), np.nan, np.float32)
@@ -219,12 +207,7 @@ def check_lora(model: ModelConfig, batch: str, tuning: dict[str, Any]) -> None:
     )
 
     def run(
-        backend: Any,
-        dtype: Any,
-        modules: tuple[str, ...],
-        x: jax.Array,
-        y: jax.Array,
-        tuning: dict[str, Any],
+        backend: Any, dtype: Any, modules: tuple[str, ...], x: jax.Array, y: jax.Array
     ) -> npt.NDArray[np.float32]:
         planner = backend.planner
         needs = planner.needs(token_adapter, adapters, shape)
@@ -237,7 +220,6 @@ def check_lora(model: ModelConfig, batch: str, tuning: dict[str, Any]) -> None:
             in_dim=layout.in_dims[modules[0]],
             out_dims=tuple(layout.out_dims[m] for m in modules),
             chunk_width=layout.chunk_width,
-            **tuning,
         )
         work = backend.lora_work(**{n: jnp.asarray(a) for n, a in built.items()})
         args = x.astype(dtype), y.astype(dtype), jnp.asarray(pool, dtype), jnp.int32(LAYER), work
@@ -247,8 +229,7 @@ def check_lora(model: ModelConfig, batch: str, tuning: dict[str, Any]) -> None:
     for modules in GROUPS:
         x = bf16(rng, tokens, layout.in_dims[modules[0]])
         y = bf16(rng, tokens, sum(layout.out_dims[m] for m in modules))
-        got = run(MOSAIC, jnp.bfloat16, modules, x, y, tuning)
-        want = run(XLA, jnp.float32, modules, x, y, {})
+        got, want = (run(b, d, modules, x, y) for b, d in ((MOSAIC, jnp.bfloat16), (XLA, jnp.float32)))
         base = np.asarray(y, np.float32)
         changed = np.any(want != base, axis=1)
         np.testing.assert_array_equal(got[~changed], base[~changed], err_msg=f"{modules}")

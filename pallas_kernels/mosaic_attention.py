@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 BLOCKS = 264  # stretches: two on each of an H100's or H200's 132 multiprocessors
 CONSUMERS = 2  # warpgroups of a thread block that multiply, each with a stretch of its own
 CHUNK_ELEMS = 8192  # of K in a chunk: 64 tokens of head_dim 128
-STAGES = 3  # chunks in flight for a warpgroup; more do not fit the shared memory
+SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, barriers aside
 CHUNK_COST = 2  # of a chunk, and
 ITEM_COST = 2  # of an item beside its chunks (q, the first scores, the output), in one unit
 MIN_CHUNKS = 2  # of a stretch: a shorter one costs more to merge than it saves
@@ -117,7 +117,7 @@ class _Shape(NamedTuple):
     @property
     def rows(self) -> int:
         """Query rows that are copied and multiplied: the group, in whole swizzled 8-row tiles."""
-        return 8 if self.group <= 8 else 16
+        return _query_rows(self.group)
 
     @property
     def pages(self) -> int:
@@ -137,7 +137,7 @@ def decode_attention(
     scale: float,
     blocks: int = BLOCKS,
     consumers: int = CONSUMERS,
-    stages: int = STAGES,
+    stages: int | None = None,
     chunk: int | None = None,
     item_cost: int = ITEM_COST,
     auto_barriers: bool = False,
@@ -157,11 +157,12 @@ def decode_attention(
         raise ValueError(
             f"kv_len {kv_len.shape} and page_table {page_table.shape} must have a row for each of {s} queries"
         )
-    if consumers not in (1, 2) or blocks < 1 or blocks % consumers or stages < 1:
-        raise ValueError(
-            f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2), "
-            f"stages {stages} at least 1"
-        )
+    if consumers not in (1, 2) or blocks < 1 or blocks % consumers:
+        raise ValueError(f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2)")
+    most = _stages(consumers, chunk, e, _query_rows(h // n_kv))
+    stages = stages or most
+    if not 1 <= stages <= most:
+        raise ValueError(f"stages {stages} must be 1 to {most}, what the shared memory holds")
     n_layers, n_pages, _ = pool.shape
     shape = _Shape(
         batch=s,
@@ -197,6 +198,17 @@ def decode_attention(
     ref = jax.new_ref(out.reshape(-1))
     _merge_kernel(shape, interpret)(plan.merge, parts.reshape(-1), lse, ref)
     return jax.freeze(ref).reshape(s, h, e)
+
+
+def _query_rows(group: int) -> int:
+    return 8 if group <= 8 else 16
+
+
+def _stages(consumers: int, chunk: int, e: int, rows: int) -> int:
+    """Chunks in flight for a warpgroup: as many as fit the shared memory beside weights and outputs."""
+    stage = 2 * (2 * chunk + rows) * e  # bytes of K, V and q
+    rest = 2 * rows * (chunk + e) + 4 * 32 * rows  # of p_s, o_s, across
+    return (SMEM_BYTES // consumers - rest) // stage
 
 
 def whole_tiles(x: jax.Array) -> jax.Array:

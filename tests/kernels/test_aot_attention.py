@@ -26,7 +26,8 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("h", "n_kv", "e"), [(32, 8, 128), (32, 32, 128), (14, 2, 64), (9, 3, 64), (40, 40, 128)]
+    ("h", "n_kv", "e"),
+    [(32, 8, 128), (32, 32, 128), (14, 2, 64), (9, 3, 64), (40, 40, 128), (16, 1, 128), (20, 2, 128)],
 )
 def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
     """Two layers of KV write, decode and prefill attention, as a step has them."""

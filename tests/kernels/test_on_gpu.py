@@ -31,6 +31,7 @@ MODELS = {
     "mha-64": ModelConfig(512, 512, 2, 8, 8, 64, 768, 2048),
     "gqa3-64": ModelConfig(512, 576, 2, 9, 3, 64, 1536, 2048),
     "gqa4-128": ModelConfig(512, 1024, 2, 8, 2, 128, 2048, 2048),
+    "gqa12-128": ModelConfig(512, 1536, 2, 12, 1, 128, 2048, 2048),
     "mha-128": ModelConfig(512, 2048, 2, 16, 16, 128, 5504, 2048),
 }
 DECODES = (3, 17, 64, 65, 130, 300, 1, 40, 90, 200, 33, 16)  # tokens of KV, the row's own included

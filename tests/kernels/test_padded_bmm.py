@@ -23,13 +23,13 @@ from tests.kernels.test_xla_lora import (
     A_CHUNKS,
     B_CHUNKS,
     CHUNKS_PER_PAGE,
-    GROUPS,
     IN,
     LAYER,
     NONE,
     OUT,
     Adapters,
     W,
+    check_groups,
     pack,
     popularity,
 )
@@ -68,25 +68,10 @@ def check(
     dtype: jnp.dtype = jnp.float32,
     tolerance: float = 2e-6,
 ) -> None:
-    """Every module group equals y + x A^T B of each token's adapter, and base tokens are y."""
     work = padded(token_adapter, data)
-    for group in GROUPS:
-        x = jnp.asarray(rng.standard_normal((len(token_adapter), IN[group[0]])), dtype)
-        y = jnp.asarray(rng.standard_normal((len(token_adapter), sum(OUT[m] for m in group))), dtype)
-        want = np.asarray(y, np.float64).copy()
-        for t, adapter in enumerate(token_adapter):
-            column = 0
-            for m in group:
-                if adapter >= 0 and m in data.a[adapter]:
-                    h = np.asarray(x[t], np.float64) @ data.a[adapter][m].T
-                    want[t, column : column + OUT[m]] += h @ data.b[adapter][m]
-                column += OUT[m]
-        got = apply_group(x, y, data.pool, work, group)
-        assert got.dtype == dtype
-        scale = np.abs(want).max()
-        np.testing.assert_allclose(np.asarray(got, np.float64) / scale, want / scale, rtol=0, atol=tolerance)
-        base = token_adapter < 0
-        np.testing.assert_array_equal(np.asarray(got)[base], np.asarray(y)[base])
+    check_groups(
+        rng, data, token_adapter, lambda x, y, g: apply_group(x, y, data.pool, work, g), dtype, tolerance
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -90,16 +91,17 @@ def apply_group(
     )
 
 
-def check(
+def check_groups(
     rng: np.random.Generator,
     data: Adapters,
     token_adapter: np.ndarray,
-    spare: int = 3,
-    dtype: jnp.dtype = jnp.float32,
-    tolerance: float = 2e-6,
+    apply: Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array],
+    dtype: jnp.dtype,
+    tolerance: float,
 ) -> None:
-    """Every module group of the batch equals y + x A^T B of each token's adapter, one token at a time."""
-    blocks = lora_blocks(token_adapter, data, spare)
+    """Of every group of modules, apply(x, y, group) is y + x A^T B of each token's adapter, one token at a
+    time, and y itself where a token has none.
+    """
     for group in GROUPS:
         x = jnp.asarray(rng.standard_normal((len(token_adapter), IN[group[0]])), dtype)
         y = jnp.asarray(rng.standard_normal((len(token_adapter), sum(OUT[m] for m in group))), dtype)
@@ -111,10 +113,26 @@ def check(
                     h = np.asarray(x[t], np.float64) @ data.a[adapter][m].T
                     want[t, column : column + OUT[m]] += h @ data.b[adapter][m]
                 column += OUT[m]
-        got = apply_group(x, y, data.pool, blocks, group)
+        got = apply(x, y, group)
         assert got.dtype == dtype
         scale = np.abs(want).max()
         np.testing.assert_allclose(np.asarray(got, np.float64) / scale, want / scale, rtol=0, atol=tolerance)
+        base = token_adapter < 0
+        np.testing.assert_array_equal(np.asarray(got)[base], np.asarray(y)[base])
+
+
+def check(
+    rng: np.random.Generator,
+    data: Adapters,
+    token_adapter: np.ndarray,
+    spare: int = 3,
+    dtype: jnp.dtype = jnp.float32,
+    tolerance: float = 2e-6,
+) -> None:
+    blocks = lora_blocks(token_adapter, data, spare)
+    check_groups(
+        rng, data, token_adapter, lambda x, y, g: apply_group(x, y, data.pool, blocks, g), dtype, tolerance
+    )
 
 
 def popularity(rng: np.random.Generator, kind: str, tokens: int) -> np.ndarray:

@@ -68,7 +68,6 @@ class LoraConfig:
     per_page: int  # chunks in a page
     n_pages: int
     stages: int = 3  # at most, of decode items; tiles have 2
-    pdl: bool = False  # programmatic dependent launch
     pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
     # Of decode items:
@@ -369,8 +368,6 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
                 # What no copy fills must be finite: wgmma multiplies it with zeros.
                 pl.when((item.blocks < SLOTS) | _may_start_empty(config, phase))(lambda: _zero(w_s))
                 plgpu.commit_smem()
-            if phase != "expand":
-                _wait_for_inputs(config)
             plgpu.warp_map(produce_steps)
 
         def produce_steps(warp: jax.Array) -> None:
@@ -491,10 +488,8 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
         def consume() -> None:
             if phase == "expand":
-                _wait_for_inputs(config)
                 expand(_sum_parts(x, split, pl.ds(index * RANKS, RANKS)), out)
             elif phase == "shrink":
-                _let_next_start(config)
                 out[part, pl.ds(index * RANKS, RANKS)] = shrink()
             else:
                 expand(shrink(), out)
@@ -523,17 +518,6 @@ def _decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Cal
 
     body.__name__ = f"lora_decode_{phase}"
     return _kernel(body, config, 2, out_type=out_type, grid=(nd, split), scratch_types=scratch)
-
-
-def _wait_for_inputs(config: LoraConfig) -> None:
-    """With programmatic dependent launch: until then, touch nothing that the step's earlier kernels write."""
-    if config.pdl and config.interpret is None:
-        plgpu.griddepcontrol_wait()
-
-
-def _let_next_start(config: LoraConfig) -> None:
-    if config.pdl and config.interpret is None:
-        plgpu.griddepcontrol_launch_dependents()
 
 
 def _may_start_empty(config: LoraConfig, phase: Phase) -> bool:

@@ -14,14 +14,17 @@ benchmarks/results/engine.jsonl.
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import functools
 import glob
 import itertools
 import json
 import re
+import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
 from slora_jax.memory.layout import GROUPS
 from slora_jax.programs import GPU_OPTIONS
+from slora_jax.runner import InFlight
 from slora_jax.scheduling.scheduler import StepPlan
 
 COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
@@ -55,6 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SETTINGS = {"none": (), "S1": (8,), "S2": (64, 32, 16, 8), "S4": (64, 32, 16)}
 MAX_MODEL_LEN = 1040
 WARM_UP = 300  # requests
+PROFILED = 12  # steps
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARES = {  # kernels of a profile by what they do
     "lora": r"lora",
@@ -257,36 +262,49 @@ def make_resident(engine: Engine, names: Sequence[str]) -> None:
 
 
 def mixed(args: argparse.Namespace) -> None:
-    """Milliseconds of a step that decodes for nearly a full batch and prefills prompts of 226 tokens."""
-    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN)
+    """Milliseconds of a step that decodes for nearly a full batch and computes so many prompt tokens."""
+    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, prefill_delay_steps=0)
     runner = engine._runner
     runner._pool = fill_randomly(runner.pool)
-    start_decoding(engine, 240, args.context - args.steps // 2, [])
-    room, rng = runner.buckets.mixed_prefill_tokens, np.random.default_rng(0)
+    ranks = [int(r) for r in args.ranks.split("/")]
+    names = register_adapters(engine, random_adapters(engine, ranks), args.distinct)
+    start_decoding(engine, 240, args.context, names)
+    turns = itertools.cycle(names or [None])
+    rng = np.random.default_rng(0)
 
-    def run(steps: int) -> float:
-        """Seconds a step."""
+    def run(steps: int, prompt_tokens: int) -> float:
+        """Seconds a step, each with prompts of 226 tokens at most that end with it."""
         jax.block_until_ready(runner.pool)
         started = time.perf_counter()
         for _ in range(steps):
-            for size in (room // 8,) * 8:
+            prompts = max(1, round(prompt_tokens / 224)) if prompt_tokens else 0
+            for i in range(prompts):
+                size = prompt_tokens * (i + 1) // prompts - prompt_tokens * i // prompts
                 prompt = rng.integers(0, engine.model_config.vocab_size, size).tolist()
-                engine.add_request(prompt, None, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+                sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+                engine.add_request(prompt, next(turns), sampling)
             engine.step()
         jax.block_until_ready(runner.pool)
         return (time.perf_counter() - started) / steps
 
-    run(4)
-    milliseconds, computed = 1e3 * run(args.steps), engine.stats().last_step_tokens
-    with tempfile.TemporaryDirectory() as trace:
-        jax.profiler.start_trace(trace)
-        run(4)
-        jax.profiler.stop_trace()
-        profile = read_profile(trace, 4)
-    case = {"model": args.model, "decodes": 240, "context": args.context, "prompt_tokens": room // 8 * 8}
-    extra = {"tokens_of_last_step": computed, **profile, "backend": runner.backend.name}
-    record("engine", "mixed_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
-    print(f"mixed_step {case}: {milliseconds:.2f} ms, {extra}", flush=True)
+    for prompt_tokens in args.prompt_tokens:
+        started = time.perf_counter()
+        run(4, prompt_tokens)
+        compiling = time.perf_counter() - started
+        milliseconds = 1e3 * run(args.steps, prompt_tokens)
+        computed = engine.stats().last_step_tokens
+        with tempfile.TemporaryDirectory() as trace:
+            jax.profiler.start_trace(trace)
+            run(4, prompt_tokens)
+            jax.profiler.stop_trace()
+            profile = read_profile(trace, 4)
+        case = {"model": args.model, "decodes": 240, "context": args.context, "prompt_tokens": prompt_tokens}
+        case |= {"distinct": args.distinct, "ranks": args.ranks} if names else {}
+        extra = {"tokens_of_last_step": computed, **profile, "backend": runner.backend.name}
+        record("engine", "mixed_step", case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
+        print(
+            f"mixed_step {case}: {milliseconds:.2f} ms (first steps {compiling:.0f} s), {extra}", flush=True
+        )
 
 
 def measure_decode(
@@ -308,13 +326,14 @@ def measure_decode(
     started = time.perf_counter()
     run(4)
     compiling = time.perf_counter() - started
-    milliseconds = 1e3 * run(args.steps)
+    with counting_late_launches(engine) as late:
+        milliseconds = 1e3 * run(args.steps)
     tokens = sum(s.num_computed for s in engine._scheduler.running) - batch * args.steps // 2
     with tempfile.TemporaryDirectory() as trace:
         jax.profiler.start_trace(trace)
-        run(5)
+        run(PROFILED)
         jax.profiler.stop_trace()
-        profile = read_profile(trace, 5)
+        profile = read_profile(trace, PROFILED)
     params = sum(leaf.nbytes for leaf in runner.parameters())
     kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
     adapters = (
@@ -337,6 +356,7 @@ def measure_decode(
         "floor_ms": round((params + kv + adapters) / COPY_BANDWIDTH * 1e3, 3),
         "adapter_floor_ms": round(adapters / COPY_BANDWIDTH * 1e3, 3),
         "mean_context": round(tokens / batch, 1),
+        "late_launches": len(late),
         **profile,
         "backend": runner.backend.name,
     }
@@ -344,8 +364,29 @@ def measure_decode(
     print(f"decode_step {case}: {milliseconds:.2f} ms (first steps {compiling:.0f} s), {extra}", flush=True)
 
 
+@contextlib.contextmanager
+def counting_late_launches(engine: Engine) -> Iterator[list[float]]:
+    """Times at which a step was enqueued only when the device had ended the one before, and so idled."""
+    launch, before, late = engine._runner.launch, list[InFlight](), list[float]()
+
+    def watched(plan: StepPlan) -> InFlight:
+        in_flight = launch(plan)
+        if before and before.pop().output.tokens.is_ready():
+            late.append(time.perf_counter())
+        before.append(in_flight)
+        return in_flight
+
+    engine._runner.launch = watched  # type: ignore[method-assign]
+    yield late
+    engine._runner.launch = launch  # type: ignore[method-assign]
+
+
 def read_profile(folder: str, steps: int) -> dict[str, Any]:
-    """Share of the traced time that the GPU idles, and the shares of its busy time by kind of kernel."""
+    """Share of a traced step that the GPU idles, and the shares of its busy time by kind of kernel.
+
+    `idle_share` is the median step's, from its first kernel to the next step's: the profiler itself holds the
+    host up for milliseconds in some.
+    """
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     spans: list[tuple[float, float, str]] = []
     for plane in jax.profiler.ProfileData.from_file(files[0]).planes if files else ():
@@ -363,19 +404,34 @@ def read_profile(folder: str, steps: int) -> dict[str, Any]:
         end = max(end, stop)
         kind = next((k for k, pattern in SHARES.items() if re.search(pattern, name, re.I)), "other")
         total[kind] = total.get(kind, 0.0) + stop - start
-    wall = end - spans[0][0]
     shares = {k: round(v / sum(total.values()), 3) for k, v in sorted(total.items())}
     top: dict[str, float] = {}
     for start, stop, name in spans:
         top[name] = top.get(name, 0.0) + (stop - start) / (steps * 1e6)
     largest = dict(sorted(((n[:60], round(v, 3)) for n, v in top.items()), key=lambda p: -p[1])[:12])
     return {
-        "idle_share": round(1 - busy / wall, 4),
+        "idle_share": median_idle_share(spans, steps),
         "busy_ms": round(busy / steps / 1e6, 3),
         "longest_gaps_us": gaps(spans),
         "shares": shares,
         "kernels_ms": largest,
     }
+
+
+def median_idle_share(spans: list[tuple[float, float, str]], steps: int) -> float | None:
+    """Of the steps that the first kernel to run once a step delimits; None where no kernel does."""
+    counts = collections.Counter(name for _, _, name in spans)
+    first = next((name for _, _, name in spans if counts[name] == steps), None)
+    borders = [start for start, _, name in spans if name == first]
+    shares = []
+    for begin, end in itertools.pairwise(borders):
+        busy, at = 0.0, begin
+        for start, stop, _ in spans:
+            if stop > at and start < end:
+                busy += min(stop, end) - max(start, at)
+                at = max(at, min(stop, end))
+        shares.append(1 - busy / (end - begin))
+    return round(statistics.median(shares), 4) if shares else None
 
 
 def gaps(spans: list[tuple[float, float, str]]) -> list[float]:
@@ -422,6 +478,9 @@ def main() -> None:
     step.set_defaults(run=decode)
     both = commands.add_parser("mixed", help="milliseconds of a step of decodes and prompts")
     both.add_argument("--context", type=int, default=400)
+    both.add_argument("--prompt-tokens", type=int, nargs="+", default=[1792], help="of each step")
+    both.add_argument("--distinct", type=int, default=0, help="adapters that sequences take in turn")
+    both.add_argument("--ranks", default="16", help="of the adapters, in turn: 16, 64/32/16/8")
     both.add_argument("--steps", type=int, default=20)
     both.set_defaults(run=mixed)
     for one in (command, step, both):

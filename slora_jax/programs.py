@@ -8,7 +8,9 @@ step.py says why.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
+import time
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -30,6 +32,8 @@ from slora_jax.step import (
     layer,
     whole_step,
 )
+
+logger = logging.getLogger(__name__)
 
 Result = tuple[jax.Array, SlotState, StepOutput]
 
@@ -198,13 +202,21 @@ class ProgramBuilder:
         with self._lock:
             found = self._compiled.get(key)
         if found is None:
+            started = time.perf_counter()
             with jax.default_matmul_precision(self._precision):
                 lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
+            lowering = time.perf_counter()
             sharding = NamedSharding(self._mesh, REPEATED)
             outputs = jax.tree.map(
                 lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=sharding), lowered.out_info
             )
             found = lowered.compile(self._options), outputs
+            logger.debug(
+                "%s: lowered in %.1f s, compiled in %.1f s",
+                part,
+                lowering - started,
+                time.perf_counter() - lowering,
+            )
             with self._lock:
                 self._compiled[key] = found
         return found

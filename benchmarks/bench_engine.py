@@ -125,38 +125,18 @@ def ablation(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def offline_shapes(engine: Engine, *, ranks: Sequence[int]) -> list[StepShape]:
-    """The shapes that most of these steps have, to be compiled in parallel; the warm-up compiles the rest.
+    """The shapes of these steps, to be compiled in parallel: with adapters of such ranks; (): without any.
 
-    `ranks` are those of the adapters; (): none.
+    All prompts wait from the begin, so that only the first step has no decodes.
     """
-    buckets, shapes = engine._runner.buckets, list[StepShape]()
-    groups = engine._runner.expect(
-        {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)} if ranks else ()
-    )
-    padded = engine.config.lora_mode == "padded-bmm"
-
-    def add(decodes: int, tokens: int, *items: int) -> None:
-        shape = buckets.fit(
-            decodes=decodes,
-            prefill_tokens=tokens,
-            prefill_seqs=int(tokens > 0),
-            pages=buckets.pages[-1],
-            bias=0,
-        )
-        needs = [-(-max(ranks) // 8)] if ranks and padded else items
-        shapes.extend(buckets.with_lora(shape, (n,), groups) for n in needs) if ranks else shapes.append(
-            shape
-        )
-
-    most = engine.config.max_batch_size
-    add(most, 0, 256, 1024)
-    add(most, buckets.prefill_tokens[-1], 256, 1024)
-    add(0, buckets.prefill_tokens[-1], 256)
-    for tokens in buckets.prefill_tokens[:-1]:
-        add(most, tokens, 256, 1024)
-    for rows in buckets.decode_rows[:-1]:
-        add(rows, 0, 256 if rows > 32 else 64)
-    return shapes
+    buckets = engine._runner.buckets
+    groups = {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)} if ranks else ()
+    usual = buckets.usual(engine._runner.expect(groups), pages=buckets.pages[-1])
+    shapes = [s for s in usual if s.decode_rows or s.prefill_tokens == buckets.prefill_tokens[-1]]
+    if ranks and engine.config.lora_mode == "padded-bmm":
+        padded = -(-max(ranks) // 8)
+        return [buckets.with_lora(s, (padded,), s.lora_groups) for s in shapes if s.lora]
+    return [s for s in shapes if bool(s.lora) == bool(ranks)]
 
 
 def offline(args: argparse.Namespace) -> None:
@@ -371,7 +351,7 @@ def counting_late_launches(engine: Engine) -> Iterator[list[float]]:
 
     def watched(plan: StepPlan) -> InFlight:
         in_flight = launch(plan)
-        if before and before.pop().output.tokens.is_ready():
+        if before and before.pop().output.tokens.is_ready():  # type: ignore[attr-defined]
             late.append(time.perf_counter())
         before.append(in_flight)
         return in_flight

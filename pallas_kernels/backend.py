@@ -47,6 +47,9 @@ class LoraPlanner(Protocol):
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
         """The sizes of a rung; each holds what the rung below holds."""
 
+    def usual_rung(self, shape: LoraShape) -> int:
+        """The highest rung that usual batches need: what is compiled before the first request."""
+
     def fields(self, sizes: Sizes, shape: LoraShape) -> Mapping[str, tuple[int, ...]]:
         """Name -> shape of the int32 arrays of the work list."""
 
@@ -88,6 +91,9 @@ class XlaPlanner:
         chunks = blocks * (sum(shape.a_chunks) + sum(shape.b_chunks))
         adapters = min(len(shape.a_chunks) * blocks, shape.decode_rows + shape.prefill_seqs)
         return blocks, -(-chunks // shape.chunks_per_page) + adapters
+
+    def usual_rung(self, shape: LoraShape) -> int:
+        return 1
 
     def fields(self, sizes: Sizes, shape: LoraShape) -> Mapping[str, tuple[int, ...]]:
         blocks = (xla_lora.N_MODULES, sizes[0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jax.experimental import pallas as pl
 
 from slora_jax.pallas_kernels import mosaic_attention
 from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, KernelShape, LoraShape, Sizes
@@ -20,6 +22,8 @@ from slora_jax.pallas_kernels.lora_work import (
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_lora import CHUNK_WIDTHS, apply_lora
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, prefill_attention
+
+USUAL_ITEMS = 3  # of an adapter and a token or tile: rank 64 on q, k and v
 
 
 def unsupported(shape: KernelShape) -> str | None:
@@ -43,16 +47,32 @@ class MosaicPlanner:
         return lora_work_needed(token_adapter, adapters, shape.decode_rows)
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """64, 256, 1024, ... items; a quarter of that for tiles, none without prompts; pages to match."""
+        """Four times the rung below.
+
+        Decodes begin with 64 items: so few are divided over several thread blocks each. Steps with prompts
+        begin with room for usual ranks, because each rung costs seconds to compile and LoRA is a small part
+        of their time.
+        """
         if rung == 0:
             return 0, 0, 0
-        items = 64 * 4 ** (rung - 1)
-        prompts = shape.tokens - shape.decode_rows
-        tiles = max(items // 4, -(-prompts // TILE)) if prompts else 0
+        items, tiles, prompts = 64, 0, shape.tokens - shape.decode_rows
+        if prompts:
+            while items < 2 * (shape.decode_rows + shape.prefill_seqs):
+                items *= 4
+            runs = -(-prompts // TILE) + prompts // (4 * TILE) + 1
+            tiles = pl.next_power_of_2(USUAL_ITEMS * runs)
+        items, tiles = items * 4 ** (rung - 1), tiles * 4 ** (rung - 1)
         chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
         widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)
         pages = -(-(items + tiles) * SLOTS * widest // shape.chunks_per_page)
         return items, tiles, pages + shape.decode_rows + shape.prefill_seqs
+
+    def usual_rung(self, shape: LoraShape) -> int:
+        """Where decodes have room for another adapter of rank 64 in each row; with prompts the first."""
+        if shape.tokens > shape.decode_rows:
+            return 1
+        enough = (r for r in itertools.count(1) if self.sizes(r, shape)[0] >= USUAL_ITEMS * shape.decode_rows)
+        return next(enough)
 
     def fields(self, sizes: Sizes, shape: LoraShape) -> Mapping[str, tuple[int, ...]]:
         decode, tiles, pages = sizes

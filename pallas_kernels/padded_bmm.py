@@ -48,6 +48,9 @@ class PaddedPlanner:
         chunks = rung * (sum(shape.a_chunks) + sum(shape.b_chunks))
         return rung, -(-chunks // shape.chunks_per_page) * _most_adapters(shape)
 
+    def usual_rung(self, shape: LoraShape) -> int:
+        return 1  # ranks are not known before
+
     def fields(self, sizes: Sizes, shape: LoraShape) -> Mapping[str, tuple[int, ...]]:
         n = _most_adapters(shape) + 1
         tables = dict.fromkeys(("blocks", "a_start", "b_start"), (n, N_MODULES))

@@ -376,17 +376,29 @@ class ShapeBuckets:
         """Most prompts whose chunks of two or more tokens may share a step."""
         return self._prefill_seqs(self.prefill_tokens[-1])
 
-    def usual(self, lora_groups: tuple[int, ...]) -> list[StepShape]:
-        """The shapes that most steps of short conversations have: decodes, and prefills beside them."""
+    def usual(self, lora_groups: tuple[int, ...], pages: int = 1) -> list[StepShape]:
+        """The shapes that most steps of short conversations have: decodes, and prefills beside them.
+
+        First without LoRA, then with LoRA for these groups of modules; sequences of so many pages.
+        """
         plain = [
-            self.fit(decodes=n, prefill_tokens=0, prefill_seqs=0, pages=1, bias=0) for n in self.decode_rows
+            self.fit(decodes=n, prefill_tokens=0, prefill_seqs=0, pages=pages, bias=0)
+            for n in self.decode_rows
         ]
         plain += [
-            self.fit(decodes=n, prefill_tokens=tokens, prefill_seqs=1, pages=1, bias=0)
+            self.fit(decodes=n, prefill_tokens=tokens, prefill_seqs=1, pages=pages, bias=0)
             for tokens in self.prefill_tokens
             for n in (0, 1)
+            if not n or tokens <= self.mixed_prefill_tokens
         ]
-        return plain + [self.with_lora(shape, (), lora_groups) for shape in plain]
+        with_lora = [shape for step in plain for shape in self._usual_lora(step, lora_groups)]
+        return plain + with_lora
+
+    def _usual_lora(self, shape: StepShape, groups: tuple[int, ...]) -> list[StepShape]:
+        """A shape with each size of LoRA work lists that usual batches need."""
+        bounds, planner = self.lora_shape(shape), self.backend.planner
+        rungs = range(1, planner.usual_rung(bounds) + 1)
+        return [self.with_lora(shape, planner.sizes(rung, bounds), groups) for rung in rungs]
 
     def fit(
         self, *, decodes: int, prefill_tokens: int, prefill_seqs: int, pages: int, bias: int

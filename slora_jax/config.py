@@ -180,7 +180,7 @@ class EngineConfig:
         None, "longest chunk of one prompt in a step, in tokens; None: what the step has left"
     )
     prefill_delay_steps: int = _option(
-        8, "steps that a nearly full batch lets prompts gather to prefill them together; 0: none"
+        12, "steps that a nearly full batch lets prompts gather to prefill them together; 0: none"
     )
     page_tokens: int = _option(16, "tokens of KV in one page")
     num_pages: int | None = _option(None, "pages in the pool; None: from pool_bytes")

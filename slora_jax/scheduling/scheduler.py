@@ -110,13 +110,14 @@ class Scheduler:
         """The next step; advances `num_computed` and `pending` of what it takes. Empty: nothing can run."""
         plan = StepPlan([], [])
         self._prefixes.record_all(self.running)  # what they have computed was launched since
-        for sequence in self._take_decodes(plan):  # those first: a long prompt never stalls them
-            if sequence.slot is not None:
+        longer = self._take_decodes(plan)  # those first: a long prompt never stalls them
+        delayed = self._delays_prompts(plan, longer)
+        self._delayed = self._delayed + 1 if delayed else 0
+        for sequence in longer:
+            if sequence.slot is not None and not delayed:
                 self._take(plan, sequence)
         self._adapters.touch_anew()
         if self.waiting:
-            delayed = self._delays_prompts(plan)
-            self._delayed = self._delayed + 1 if delayed else 0
             self._admit_waiting(plan, delayed)
         return self._commit(plan)
 
@@ -172,22 +173,24 @@ class Scheduler:
                 plan.decodes.append(Chunk(sequence, computed, 1, True))
         return longer
 
-    def _delays_prompts(self, plan: StepPlan) -> bool:
+    def _delays_prompts(self, plan: StepPlan, begun: list[Sequence]) -> bool:
         """Whether a nearly full batch lets prompts gather, for some steps, until they fill one.
 
         Sequences end one by one. A prefill for each as its slot falls free would read the weights and pad the
-        step for a few tokens every time; eight together cost little more than one.
+        step for a few tokens every time; eight together cost little more than one. The rest of a prompt whose
+        beginning filled a step (one of those `begun`) gathers with them.
         """
         limits = self._limits
-        if plan.prefills or len(plan.decodes) < NEARLY_FULL * limits.max_batch_size:
+        if (
+            len(plan.decodes) < NEARLY_FULL * limits.max_batch_size
+            or self._delayed >= limits.prefill_delay_steps
+        ):
             return False
         with contextlib.closing(self.waiting.candidates()) as candidates:
             following = list(itertools.islice(candidates, len(self._slots)))
-        tokens = sum(s.remaining for s in following if s.adapter is None or s.adapter.resident)
-        return (
-            0 < tokens < min(self._room(plan), limits.max_chunk_tokens)
-            and self._delayed < limits.prefill_delay_steps
-        )
+        tokens = sum(s.remaining for s in begun)
+        tokens += sum(s.remaining for s in following if s.adapter is None or s.adapter.resident)
+        return 0 < tokens < min(self._room(plan), limits.max_chunk_tokens)
 
     def _room(self, plan: StepPlan) -> int:
         """Tokens that chunks of prompts may still bring into a plan."""

@@ -50,8 +50,8 @@ def test_a_batch_with_much_room_does_not_wait() -> None:
     assert admitted_after(engine, 1) == 1
 
 
-def test_prompts_beside_decodes_leave_the_rows_that_decodes_are_padded_to() -> None:
-    engine = filled(0, max_step_tokens=120)
+def plans_of(engine: Engine) -> list[StepPlan]:
+    """What the engine launches from now on."""
     plans: list[StepPlan] = []
     launch = engine._runner.launch
 
@@ -60,8 +60,33 @@ def test_prompts_beside_decodes_leave_the_rows_that_decodes_are_padded_to() -> N
         return launch(plan)
 
     engine._runner.launch = watched  # type: ignore[method-assign]
+    return plans
+
+
+def test_prompts_beside_decodes_leave_the_rows_that_decodes_are_padded_to() -> None:
+    engine = filled(0, max_step_tokens=120)
+    plans = plans_of(engine)
     for _ in range(2):
         engine.add_request([5] * 90, None, SamplingParams(max_tokens=2))
     for _ in range(6):
         engine.step()
     assert max(sum(c.count for c in p.prefills) for p in plans if p.decodes) == 120 - BATCH
+
+
+def test_what_a_full_step_leaves_of_a_prompt_waits_for_others_too() -> None:
+    """But no longer than a prompt that has not begun."""
+    engine = filled(3)
+    plans = plans_of(engine)
+    engine.add_request([5] * 90, None, SamplingParams(max_tokens=2))
+    for _ in range(5):
+        engine.step()
+    assert [sum(c.count for c in p.prefills) for p in plans] == [80, 0, 0, 0, 10]
+
+
+def test_with_others_it_fills_the_next_step() -> None:
+    engine = filled(3)
+    plans = plans_of(engine)
+    for token, length in ((5, 90), (6, 75)):  # that share no prefix
+        engine.add_request([token] * length, None, SamplingParams(max_tokens=2))
+        engine.step()
+    assert [[c.count for c in p.prefills] for p in plans] == [[80], [10, 70]]

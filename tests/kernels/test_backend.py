@@ -103,3 +103,15 @@ def test_some_rung_holds_every_batch(backend: object, popularity: str) -> None:
     assert {name: array.shape for name, array in built.items()} == dict(planner.fields(sizes, SHAPE))
     below = planner.sizes(rung - 1, SHAPE)
     assert all(small <= large for small, large in zip(below, sizes, strict=True))
+
+
+@pytest.mark.parametrize("rows", [2, 8, 32, 128, 256])
+def test_mosaic_s_usual_rung_holds_an_adapter_of_rank_64_for_every_row(rows: int) -> None:
+    shape = dataclasses.replace(SHAPE, tokens=rows, decode_rows=rows, prefill_seqs=0)
+    blocks, attention = [8, 8, 8, 8, 0, 0, 0], range(4)
+    chunks = sum(blocks[m] * (shape.a_chunks[m] + shape.b_chunks[m]) for m in attention)
+    pages = np.arange(-(-chunks // shape.chunks_per_page), dtype=np.int32)
+    planner = MOSAIC.planner
+    needs = planner.needs(np.arange(rows), [(pages, blocks, [0] * 7, [0] * 7)] * rows, shape)
+    usual = planner.sizes(planner.usual_rung(shape), shape)
+    assert all(size >= need for size, need in zip(usual, needs, strict=True)), (usual, needs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -21,89 +20,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import slora_jax.engine
-from slora_jax import EngineConfig, SamplingParams
-from slora_jax.engine import Engine
-from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
-from slora_jax.lora.peft_folder import FolderStamp
-from slora_jax.lora.transfer import HostCopy, StagedCopy
+from slora_jax import SamplingParams
+from slora_jax.lora.loader import AdapterLoader
 from slora_jax.outputs import StreamEvent
-from slora_jax.sharding.mesh import make_mesh
-from tests.engine.simulated_runner import BASE, SimulatedRunner, expected_tokens, simulated_adapter
-from tests.engine.test_engine_properties import MODEL, VOCAB
-
-
-class Disk:
-    """Folders by path, each with its adapter's fingerprint and rank; what is told to fail does, once."""
-
-    def __init__(self) -> None:
-        self.folders: dict[str, tuple[int, int]] = {}
-        self.failing: list[str] = []  # what fails next: read, stage, copy or write
-        self.failures = 0
-        self.reads = 0
-
-    def fails(self, what: str) -> None:
-        if what in self.failing:
-            self.failing.remove(what)
-            self.failures += 1
-            raise RuntimeError(f"a {what} that was told to fail")
-
-    def stamp(self, path: str) -> FolderStamp:
-        return FolderStamp(path, (self.folders[path],))
-
-    def prepare(self, engine: Engine, path: str) -> PreparedAdapter:
-        self.reads += 1
-        self.fails("read")
-        if path not in self.folders:
-            self.failures += 1
-            raise FileNotFoundError(f"no adapter at '{path}'")
-        fingerprint, rank = self.folders[path]
-        made = simulated_adapter(engine._layout, fingerprint, rank)
-        return dataclasses.replace(
-            made, path=path, stamp=self.stamp(path), host=HostCopy((made.packed.pages,))
-        )
-
-
-class SlowCopy(StagedCopy):
-    """A copy that is done after some looks at it, or when it is waited for; perhaps with an error."""
-
-    def __init__(self, copy: StagedCopy, looks: int, error: Exception | None) -> None:
-        super().__init__(copy.pieces, copy.ids)
-        object.__setattr__(self, "state", [looks, error])
-
-    def is_ready(self) -> bool:
-        self.state[0] -= 1  # type: ignore[attr-defined]
-        return bool(self.state[0] < 0)  # type: ignore[attr-defined]
-
-    def wait(self) -> None:
-        error = self.state[1]  # type: ignore[attr-defined]
-        self.state[0] = 0  # type: ignore[attr-defined]
-        if error is not None:
-            raise error
-
-
-class StagingRunner(SimulatedRunner):
-    """A device with memory of its own: copies take their time and may fail."""
-
-    disk = Disk()
-    looks: Callable[[], int] = staticmethod(lambda: 0)
-    stages_adapters = True
-
-    def stage_adapters(self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]) -> list[StagedCopy]:
-        self.disk.fails("stage")
-        slow: list[StagedCopy] = []
-        for copy in super().stage_adapters(copies, pages):
-            error = None
-            try:
-                self.disk.fails("copy")
-            except RuntimeError as failure:
-                error = failure
-            slow.append(SlowCopy(copy, self.looks(), error))
-        return slow
-
-    def write_adapter(self, staged: StagedCopy) -> None:
-        self.disk.fails("write")
-        super().write_adapter(staged)
+from tests.engine.simulated_engine import VOCAB, simulated_engine
+from tests.engine.simulated_runner import BASE, Disk, StagingRunner, expected_tokens, simulated_adapter
 
 
 class DeferredExecutor(concurrent.futures.Executor):
@@ -135,14 +56,11 @@ class Bench:
 
     def __init__(self, looks: Callable[[], int] = lambda: 0, **fields: Any) -> None:
         self.disk, self.executor = Disk(), DeferredExecutor()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slora_jax.engine, "ModelRunner", StagingRunner)
-            config = EngineConfig(dtype="float32", page_tokens=4, **fields)
-            self.engine = engine = Engine(MODEL, {}, config, make_mesh(1))
+        self.engine = engine = simulated_engine(StagingRunner, **fields)
         engine._runner.disk, engine._runner.looks = self.disk, looks  # type: ignore[attr-defined]
         loader: Any = engine._loader
         loader._executor = self.executor
-        loader._read = lambda path: self.disk.prepare(engine, path)
+        loader._read = lambda path: self.disk.prepare(engine._layout, path)
         loader.wait = lambda timeout: False  # the test decides when a read ends
 
     def register(self, name: str, fingerprint: int, rank: int = 8, path: str | None = None) -> str:

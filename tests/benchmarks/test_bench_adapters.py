@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import benchmarks.record
-from benchmarks.bench_adapters import by_popularity, kv_room, main, running_lengths
+from benchmarks.adapters.workload import by_popularity, kv_room, running_lengths
+from benchmarks.bench_adapters import main
 
 TINY = "--model tiny --batch 4 --longest 24 --step-tokens 12 --num-pages 1200 --setting S1".split()
 Lines = dict[str, list[dict[str, Any]]]

@@ -44,8 +44,10 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
             prompt = rng.integers(0, engine.model_config.vocab_size, args.prompt).tolist()
             started = time.perf_counter()
             engine.add_request(prompt, name, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
-            while not any(e.token_ids for e in engine.step()):
+            while not (events := engine.step()):
                 pass
+            if not events[0].token_ids:
+                raise RuntimeError(f"a request ended by {events[0].finish_reason}: {events[0].error}")
             return 1e3 * (time.perf_counter() - started)
 
         with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.adapters.workbench import Workbench, milliseconds, pinned_copy_bandwidth
 from benchmarks.adapters.workload import clear
-from benchmarks.bench_engine import fill_randomly, register_adapters, start_decoding
+from benchmarks.bench_engine import fill_randomly, make_resident, register_adapters, start_decoding
 from slora_jax import SamplingParams
 from slora_jax.batch import StepShape
 from slora_jax.engine import Engine
@@ -36,15 +36,17 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
     """Bytes/s of adapters that are prefetched beside a full batch of decodes, and what those steps then take.
 
     Requests for adapters wait behind the full batch, as many as staging holds three times over; one whose
-    adapter is resident gives way to one whose adapter is not. The pool holds half of them, so others are
-    evicted all the time.
+    adapter is resident gives way to one whose adapter is not. The pool is full of others at the start, and
+    those are evicted for them.
     """
     bench.runner._pool = fill_randomly(bench.runner.pool)
     for rank in args.load_ranks:
         prepared = bench.adapters((rank,))
         layout = prepared[rank].packed.layout
         nbytes = prepared[rank].packed.nbytes
+        bench.say(f"rank {rank}: an adapter of {nbytes / 1e6:.1f} MB, {layout.num_pages} pages, is made")
         bandwidth = pinned_copy_bandwidth(nbytes, max(1, (1 << 30) // max(nbytes, 1 << 24)))
+        bench.say(f"plain copies of pinned memory: {bandwidth / 1e9:.2f} GB/s")
         staging = max(64 << 20, bench.runner.pool.nbytes // 64)
         taken = (
             bench.batch * -(-(args.context + args.steps + 2 * _RAMP + 2) // bench.page_tokens)
@@ -60,8 +62,14 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
         engine = bench.engine(
             pages, adapter_prefetch=window, prefetch_watermark=1.0, adapter_staging_bytes=staging
         )
-        names = register_adapters(engine, prepared, 4 * window)
+        held = (pages - 1 - bench.batch * -(-args.context // bench.page_tokens)) // layout.num_pages
+        names = register_adapters(engine, prepared, held + 2 * window)
         alone, _ = decode_steps(engine, args, lambda: None)
+        bench.say(
+            f"{args.steps} steps alone: {milliseconds(alone)[0]} ms each; {held} adapters fill the pool"
+        )
+        make_resident(engine, names[:held])
+        bench.say(f"it is full; {window} of {len(names)} adapters are asked for at a time")
         stream = LoadStream(engine, names, window)
         beside, moved = decode_steps(engine, args, stream.feed)
         rate = sum(moved) * nbytes / float(beside.sum())
@@ -105,11 +113,14 @@ def decode_steps(
 
 
 class LoadStream:
-    """Keeps requests waiting for adapters that are not resident."""
+    """Keeps `window` requests waiting for adapters that are not resident.
+
+    At any time so many of `names` must be neither resident nor asked for; else `feed` raises RuntimeError.
+    """
 
     def __init__(self, engine: Engine, names: Sequence[str], window: int) -> None:
         self._engine, self._window = engine, window
-        self._turn = itertools.cycle(names)
+        self._turn, self._number = itertools.cycle(names), len(names)
         self._open: dict[str, str] = {}  # adapter -> its request
         self.seconds: list[float] = []  # that each call took
 
@@ -117,7 +128,11 @@ class LoadStream:
         started, get = time.perf_counter(), self._engine._adapters.get
         for name in [n for n in self._open if get(n).resident]:
             self._engine.abort(self._open.pop(name))
-        while len(self._open) < self._window:
-            name = next(n for n in self._turn if n not in self._open and not get(n).resident)
-            self._open[name] = self._engine.add_request([1], name, SamplingParams(max_tokens=1))
+        for name in itertools.islice(self._turn, self._number):
+            if len(self._open) == self._window:
+                break
+            if name not in self._open and not get(name).resident:
+                self._open[name] = self._engine.add_request([1], name, SamplingParams(max_tokens=1))
+        if len(self._open) < self._window:
+            raise RuntimeError(f"all of {self._number} adapters are resident or asked for: register more")
         self.seconds.append(time.perf_counter() - started)

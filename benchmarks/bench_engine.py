@@ -233,12 +233,17 @@ def start_decoding(engine: Engine, batch: int, context: int, names: Sequence[str
 
 
 def make_resident(engine: Engine, names: Sequence[str]) -> None:
-    """Load adapters into the pool, which has room for all of them."""
-    adapters = [engine._adapters.get(name) for name in names]
-    while not all([engine._loader.seek(a, room=True, waits=False) for a in adapters]):
-        engine._loader.transfer()
-        engine._loader.wait(1.0)
-        engine._loader.settle()
+    """Load adapters into the pool; raises RuntimeError where it does not hold all of them, or one fails."""
+    adapters, loader, stats = [engine._adapters.get(name) for name in names], engine._loader, engine.stats()
+    need, room = sum(a.num_pages for a in adapters), stats.pages_total - stats.pages_kv
+    if need > room:  # each would push another one out, for ever
+        raise RuntimeError(f"{len(adapters)} adapters need {need} pages, the pool has {room} beside the KV")
+    while not all([loader.seek(a, room=True, waits=False) for a in adapters]):
+        loader.transfer()
+        loader.wait(1.0)
+        loader.settle()
+        if failed := loader.take_failures():
+            raise RuntimeError(failed[0][1])
 
 
 def mixed(args: argparse.Namespace) -> None:

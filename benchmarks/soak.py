@@ -43,17 +43,22 @@ import slora_jax.engine
 import slora_jax.intake
 import slora_jax.lora.loader
 from benchmarks.record import record
-from slora_jax import EngineConfig, LimitExceededError, SamplingParams
+from slora_jax import LimitExceededError, SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.memory.prefix_cache import CachedPage
 from slora_jax.outputs import StreamEvent
 from slora_jax.request import Request, Sequence
 from slora_jax.scheduling.scheduler import StepPlan
-from slora_jax.sharding.mesh import make_mesh
-from tests.engine.simulated_runner import BASE, SimulatedInFlight, expected_tokens, simulated_adapter
-from tests.engine.test_engine_properties import MODEL, VOCAB
-from tests.engine.test_residency import Disk, StagingRunner
+from tests.engine.simulated_engine import VOCAB, simulated_engine
+from tests.engine.simulated_runner import (
+    BASE,
+    Disk,
+    SimulatedInFlight,
+    StagingRunner,
+    expected_tokens,
+    simulated_adapter,
+)
 
 POLICY = "vtc+cluster+early-abort"
 NAMES = [f"adapter-{i}" for i in range(40)]
@@ -383,31 +388,26 @@ class Soak:
     # -- tools --
 
     def _make_engine(self) -> Engine:
-        config = EngineConfig(
-            dtype="float32",
-            page_tokens=4,
-            num_pages=400,
-            max_batch_size=16,
-            max_step_tokens=64,
-            adapter_host_bytes=12 * ADAPTER_BYTES,
-            adapter_staging_bytes=3 * ADAPTER_BYTES,
-            adapter_prefetch=8,
-            scheduling_policy=POLICY,
-            tenant_max_queue=60,
-            adapter_max_concurrency=6,
-        )
         clock = SimpleNamespace(monotonic=self._clock, perf_counter=self._clock)
-        with (
-            mock.patch.object(slora_jax.engine, "ModelRunner", SoakRunner),
-            mock.patch.object(slora_jax.engine, "time", clock),
-        ):
-            engine = Engine(MODEL, {}, config, make_mesh(1))
+        with mock.patch.object(slora_jax.engine, "time", clock):
+            engine = simulated_engine(
+                SoakRunner,
+                num_pages=400,
+                max_batch_size=16,
+                max_step_tokens=64,
+                adapter_host_bytes=12 * ADAPTER_BYTES,
+                adapter_staging_bytes=3 * ADAPTER_BYTES,
+                adapter_prefetch=8,
+                scheduling_policy=POLICY,
+                tenant_max_queue=60,
+                adapter_max_concurrency=6,
+            )
         runner: Any = engine._runner
         runner.clock, runner.disk = self._clock, self._disk
         looks = itertools.cycle([0, 0, 1, 0, 3, 1, 8])
         runner.looks = lambda: next(looks)
         engine._scheduler._clock = self._clock
-        engine._loader._read = lambda path: self._disk.prepare(engine, path)
+        engine._loader._read = lambda path: self._disk.prepare(engine._layout, path)
         return engine
 
     def _rate(self) -> float:

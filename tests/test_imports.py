@@ -87,6 +87,12 @@ def test_benchmarks_reach_the_server_over_http_only() -> None:
     assert not [i for i in _all_imports("benchmarks") if i.reaches("slora_jax.server")]
 
 
+def test_nothing_imports_a_test_module() -> None:
+    """What tests share lies beside them, in modules without tests."""
+    wrong = [i for i in _all_imports(*OUTSIDE) if re.match(r"tests\.(\w+\.)*test_", i.imported)]
+    assert not wrong
+
+
 def test_nothing_imports_a_mapped_folder_by_its_bare_name() -> None:
     bare = ("pallas_kernels", "sharding", "server")
     wrong = [i for i in _all_imports(*PACKAGES, *OUTSIDE) if any(i.reaches(name) for name in bare)]

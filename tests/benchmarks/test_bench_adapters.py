@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import benchmarks.record
-from benchmarks.bench_adapters import by_popularity, kv_room, main, running_lengths
+from benchmarks.adapters.loads import LoadStream
+from benchmarks.adapters.workload import by_popularity, kv_room, running_lengths
+from benchmarks.bench_adapters import main
+from benchmarks.bench_engine import make_engine, make_resident, random_adapters, register_adapters
 
 TINY = "--model tiny --batch 4 --longest 24 --step-tokens 12 --num-pages 1200 --setting S1".split()
 Lines = dict[str, list[dict[str, Any]]]
@@ -20,7 +23,7 @@ Lines = dict[str, list[dict[str, Any]]]
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: str) -> Lines:
     """The lines that a command recorded, by bench."""
     monkeypatch.setattr(benchmarks.record, "RESULTS", folder)
-    main([*arguments.split(), *TINY])
+    main([*TINY, *arguments.split()])
     lines: Lines = collections.defaultdict(list)
     for line in (folder / "engine.jsonl").read_text().splitlines():
         lines[json.loads(line)["bench"]].append(json.loads(line))
@@ -46,6 +49,33 @@ def test_loads_stream_beside_decodes_and_cold_requests_wait_for_theirs(
     assert cases == [(8, "host"), (8, "disk"), (64, "host"), (64, "disk")]
     for line in lines["cold_first_token"]:
         assert line["value"] == pytest.approx(line["cold_ms"] - line["resident_ms"], abs=2e-3)
+
+
+def test_loads_end_where_the_pool_holds_far_more_adapters_than_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Room for KV to come holds more adapters than a window: others must still be there to load."""
+    arguments = "loads --load-ranks 8 --context 20 --steps 200 --longest 128 --num-pages 120"
+    [line] = run(monkeypatch, tmp_path, arguments)["load_bandwidth"]
+    assert line["adapters_loaded"] > 4 * line["waiting"]
+
+
+def test_a_benchmark_whose_adapters_cannot_be_loaded_ends_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine("tiny", max_batch=2, num_pages=20, max_model_len=64)
+    names = register_adapters(engine, random_adapters(engine, [8]), 5)
+    with pytest.raises(RuntimeError, match="5 adapters need 20 pages, the pool has 19 beside the KV"):
+        make_resident(engine, names)
+    with pytest.raises(RuntimeError, match="are resident or asked for"):
+        LoadStream(engine, names, 6).feed()
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(engine._runner, "stage_adapters", fail)
+    with pytest.raises(RuntimeError, match="'a0' could not be loaded: no such device"):
+        make_resident(engine, names[:2])
 
 
 def test_only_a_pool_that_is_too_small_loads_while_it_is_measured(

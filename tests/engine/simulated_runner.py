@@ -8,7 +8,9 @@ the output differs from `expected_tokens`.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -18,6 +20,7 @@ from slora_jax.batch import ShapeBuckets
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
+from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES, PageLayout
 from slora_jax.pallas_kernels.backend import XLA
@@ -139,3 +142,76 @@ class SimulatedRunner:
         fingerprint = found[0][1]
         assert found == [("adapter", fingerprint, i) for i in range(len(found))], found
         return int(fingerprint)
+
+
+class Disk:
+    """Folders by path, each with its adapter's fingerprint and rank; what is told to fail does, once."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, tuple[int, int]] = {}
+        self.failing: list[str] = []  # what fails next: read, stage, copy or write
+        self.failures = 0
+        self.reads = 0
+
+    def fails(self, what: str) -> None:
+        if what in self.failing:
+            self.failing.remove(what)
+            self.failures += 1
+            raise RuntimeError(f"a {what} that was told to fail")
+
+    def stamp(self, path: str) -> FolderStamp:
+        return FolderStamp(path, (self.folders[path],))
+
+    def prepare(self, layout: PageLayout, path: str) -> PreparedAdapter:
+        self.reads += 1
+        self.fails("read")
+        if path not in self.folders:
+            self.failures += 1
+            raise FileNotFoundError(f"no adapter at '{path}'")
+        fingerprint, rank = self.folders[path]
+        made = simulated_adapter(layout, fingerprint, rank)
+        return dataclasses.replace(
+            made, path=path, stamp=self.stamp(path), host=HostCopy((made.packed.pages,))
+        )
+
+
+class SlowCopy(StagedCopy):
+    """A copy that is done after some looks at it, or when it is waited for; perhaps with an error."""
+
+    def __init__(self, copy: StagedCopy, looks: int, error: Exception | None) -> None:
+        super().__init__(copy.pieces, copy.ids)
+        object.__setattr__(self, "state", [looks, error])
+
+    def is_ready(self) -> bool:
+        self.state[0] -= 1  # type: ignore[attr-defined]
+        return bool(self.state[0] < 0)  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        error = self.state[1]  # type: ignore[attr-defined]
+        self.state[0] = 0  # type: ignore[attr-defined]
+        if error is not None:
+            raise error
+
+
+class StagingRunner(SimulatedRunner):
+    """A device with memory of its own: copies take their time and may fail."""
+
+    disk = Disk()
+    looks: Callable[[], int] = staticmethod(lambda: 0)
+    stages_adapters = True
+
+    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
+        self.disk.fails("stage")
+        slow: list[StagedCopy] = []
+        for copy in super().stage_adapters(copies, pages):
+            error = None
+            try:
+                self.disk.fails("copy")
+            except RuntimeError as failure:
+                error = failure
+            slow.append(SlowCopy(copy, self.looks(), error))
+        return slow
+
+    def write_adapter(self, staged: StagedCopy) -> None:
+        self.disk.fails("write")
+        super().write_adapter(staged)

@@ -11,19 +11,29 @@ from hypothesis.stateful import run_state_machine_as_test
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.memory.layout import MODULES
+from tests.engine.histories import EngineMachine
+from tests.engine.simulated_engine import (
+    SLOT_PAGES,
+    SLOT_RANK,
+    VOCAB,
+    ask,
+    engine_with,
+    load,
+    resident,
+    simulated_engine,
+)
 from tests.engine.simulated_runner import expected_tokens
-from tests.engine.test_engine_properties import VOCAB, EngineMachine, simulated_engine
-from tests.engine.test_one_budget import ask, engine_with, load, resident
-
-RANK = 24
-SLOT = 96  # pages: 8 rank rows of every module of the tests' model are 32
 
 
 class SlotsMachine(EngineMachine):
     """As for one pool: every sequence ends once, and rightly, whatever is loaded, pinned or preempted."""
 
-    fields: ClassVar[dict[str, Any]] = {"unified_memory": False, "adapter_slots": 2, "max_lora_rank": RANK}
-    slot_pages = 2 * SLOT
+    fields: ClassVar[dict[str, Any]] = {
+        "unified_memory": False,
+        "adapter_slots": 2,
+        "max_lora_rank": SLOT_RANK,
+    }
+    slot_pages = 2 * SLOT_PAGES
 
 
 TestSlots = SlotsMachine.TestCase
@@ -41,10 +51,10 @@ def slotted(*ranks: int, slots: int = 2, kv_pages: int = 40, **fields: Any) -> E
     """An engine with adapters "a0", "a1", ... of these ranks, and so many slots and pages for KV."""
     return engine_with(
         *ranks,
-        num_pages=kv_pages + slots * SLOT + 1,
+        num_pages=kv_pages + slots * SLOT_PAGES + 1,
         unified_memory=False,
         adapter_slots=slots,
-        max_lora_rank=RANK,
+        max_lora_rank=SLOT_RANK,
         **fields,
     )
 
@@ -52,8 +62,8 @@ def slotted(*ranks: int, slots: int = 2, kv_pages: int = 40, **fields: Any) -> E
 def test_a_slot_holds_any_adapter_of_the_largest_rank() -> None:
     engine = slotted(8, 24)
     layout = engine._layout
-    assert layout.adapter(dict.fromkeys(MODULES, RANK)).num_pages == SLOT
-    assert [a.pages for a in engine.adapters()] == [SLOT, SLOT]
+    assert layout.adapter(dict.fromkeys(MODULES, SLOT_RANK)).num_pages == SLOT_PAGES
+    assert [a.pages for a in engine.adapters()] == [SLOT_PAGES, SLOT_PAGES]
     with pytest.raises(
         ValueError, match=r"adapter 'a9' needs 140 pages, a slot .* has 96: raise max_lora_rank"
     ):
@@ -150,7 +160,7 @@ def test_slots_that_leave_no_page_for_kv_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"adapter_slots 2 of 96 pages \(rank 24 .* has 192: lower adapter_slots"
     ):
-        simulated_engine(num_pages=193, unified_memory=False, adapter_slots=2, max_lora_rank=RANK)
+        simulated_engine(num_pages=193, unified_memory=False, adapter_slots=2, max_lora_rank=SLOT_RANK)
     with pytest.raises(ValueError, match="max_model_len 90 does not fit: the pool has 20 pages"):
         slotted(kv_pages=20, max_model_len=90)
 

@@ -12,63 +12,23 @@ import numpy as np
 import pytest
 
 import slora_jax.runner
-from slora_jax import AdapterExistsError, EngineConfig, SamplingParams, UnknownAdapterError
+from slora_jax import AdapterExistsError, SamplingParams, UnknownAdapterError
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import AdapterTransfer
-from slora_jax.weights import load_model_config, resolve_model
+from tests.engine.tiny_engine import ADAPTERS, GREEDY, PROMPTS, make_engine
 from tests.lora.peft_files import write_peft_adapter
-
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-PROMPTS = [[1, 2, 3], [5] * 20, [7], list(range(100)), [9, 8, 7, 6]]
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "qv_r3": {"ranks": {"q_proj": 3, "v_proj": 3}},
-    "all_r8": {
-        "ranks": dict.fromkeys(
-            ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 8
-        )
-    },
-    "mlp_r17": {"ranks": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 17), "use_rslora": True},
-    "one_layer_r40": {"ranks": {"o_proj": 40, "k_proj": 40}, "layers": [1]},
-}
-
-
-def make_engine(model: Path, **fields: Any) -> Engine:
-    config = EngineConfig(
-        dtype="float32",
-        load_format="dummy",
-        max_batch_size=4,
-        max_step_tokens=64,
-        max_model_len=256,
-        num_pages=fields.pop("num_pages", 300),
-        **fields,
-    )
-    return Engine.from_pretrained(model, config=config)
-
-
-@pytest.fixture(scope="module")
-def adapters(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    shape = load_model_config(resolve_model(tiny_model_dir, "dummy"))
-    folder = tmp_path_factory.mktemp("peft")
-    for seed, (name, fields) in enumerate(ADAPTERS.items()):
-        write_peft_adapter(folder / name, shape, seed=seed, std=0.3, **fields)
-    return {name: folder / name for name in ADAPTERS}
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_model_dir: Path, adapters: dict[str, Path]) -> Engine:
-    engine = make_engine(tiny_model_dir)
-    for name, path in adapters.items():
-        engine.load_adapter(name, path)
-    return engine
+    return make_engine(tiny_model_dir, adapters)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallel_meshes_give_the_same_tokens(
     engine: Engine, tiny_model_dir: Path, adapters: dict[str, Path], tp: int
 ) -> None:
-    sharded = make_engine(tiny_model_dir, tensor_parallel_size=tp)
-    for name, path in adapters.items():
-        sharded.load_adapter(name, path)
+    sharded = make_engine(tiny_model_dir, adapters, tensor_parallel_size=tp)
     names = [None, *ADAPTERS]
     want = [o.token_ids for o in engine.generate(PROMPTS, names, GREEDY)]
     assert [o.token_ids for o in sharded.generate(PROMPTS, names, GREEDY)] == want
@@ -81,10 +41,8 @@ def test_a_step_as_one_program_gives_the_same_tokens_as_one_a_layer(
     engine: Engine, tiny_model_dir: Path, adapters: dict[str, Path]
 ) -> None:
     """GPUs run whole steps, CPUs a layer at a time: the same functions, compiled differently."""
-    whole = make_engine(tiny_model_dir)
+    whole = make_engine(tiny_model_dir, adapters)
     whole._runner._builder._layered = False
-    for name, path in adapters.items():
-        whole.load_adapter(name, path)
     names = [None, *ADAPTERS]
     want = [o.token_ids for o in engine.generate(PROMPTS, names, GREEDY)]
     assert [o.token_ids for o in whole.generate(PROMPTS, names, GREEDY)] == want

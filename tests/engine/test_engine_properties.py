@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import run_state_machine_as_test
 
-import slora_jax.engine
-from slora_jax import EngineConfig, ModelConfig, SamplingParams, UnknownAdapterError
-from slora_jax.engine import Engine
+from slora_jax import SamplingParams
 from slora_jax.outputs import StreamEvent
-from slora_jax.sharding.mesh import make_mesh
+from tests.engine.histories import EngineMachine
+from tests.engine.simulated_engine import VOCAB, simulated_engine
 from tests.engine.simulated_runner import (
     BASE,
     SimulatedInFlight,
@@ -30,206 +21,6 @@ from tests.engine.simulated_runner import (
     expected_tokens,
     simulated_adapter,
 )
-
-VOCAB = 97
-MODEL = ModelConfig(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=128,
-    max_position_embeddings=96,
-)
-
-
-_NO_ROOM = r"(request '\S+' needs|pinned adapters would take \d+ pages of \d+, and leave none)"
-
-
-def simulated_engine(**fields: Any) -> Engine:
-    """An engine of MODEL over a SimulatedRunner."""
-    config = EngineConfig(dtype="float32", page_tokens=4, **fields)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slora_jax.engine, "ModelRunner", SimulatedRunner)
-        return Engine(MODEL, {}, config, make_mesh(1))
-
-
-def shared_prompts() -> st.SearchStrategy[list[int]]:
-    """Prompts of 1 to 40 tokens that often begin alike, and part at any token."""
-    stems = st.sampled_from([[1, 2, 3, 4] * 8, [1, 2, 3, 4, 5, 6, 7, 8] * 4, [9] * 32, []])
-    tails = st.lists(st.integers(0, VOCAB - 1), max_size=8)
-    return st.tuples(stems, st.integers(1, 32), tails).map(lambda t: (t[0][: t[1]] + t[2]) or [5])
-
-
-class EngineMachine(RuleBasedStateMachine):
-    """Users add, abort, load, reload and unload at any moment; every sequence must end once, and rightly."""
-
-    fields: ClassVar[dict[str, Any]] = {}  # of EngineConfig
-    slot_pages = 0  # beside num_pages, for adapters alone
-
-    @initialize(
-        num_pages=st.integers(25, 80),
-        max_batch_size=st.integers(1, 6),
-        max_step_tokens=st.integers(6, 40),
-        chunk=st.sampled_from([None, 1, 3, 7]),
-        caching=st.sampled_from([True, True, True, False]),
-        adapters=st.integers(0, 3),
-        load=st.sampled_from([0, 8, 16]),
-    )
-    def start(
-        self,
-        num_pages: int,
-        max_batch_size: int,
-        max_step_tokens: int,
-        chunk: int | None,
-        caching: bool,
-        adapters: int,
-        load: int,
-    ) -> None:
-        self.engine = simulated_engine(
-            num_pages=num_pages + self.slot_pages,
-            max_batch_size=max_batch_size,
-            max_step_tokens=max_step_tokens,
-            prefill_chunk_tokens=chunk,
-            enable_prefix_caching=caching,
-            **self.fields,
-        )
-        self.prompts: dict[tuple[str, int], list[int]] = {}
-        self.names: dict[str, str | None] = {}
-        self.fingerprints = itertools.count(1)
-        self.loaded: dict[str, int] = {}
-        self.expected: dict[tuple[str, int], list[int]] = {}
-        self.got: dict[tuple[str, int], list[int]] = {}
-        self.ended: dict[tuple[str, int], str] = {}
-        for name in "abc"[:adapters]:
-            self.load(name, 8)
-        for i in range(load):  # enough to fill slots and pages from the start
-            self.add([[1, 2, 3, 4] * (1 + i % 6) + [i]], 24, 1 + i % 3, i, 0)
-
-    @rule(
-        prompts=st.lists(shared_prompts(), min_size=1, max_size=6),
-        max_tokens=st.integers(1, 40),
-        n=st.integers(1, 3),
-        pick=st.integers(0, 9),
-        stride=st.integers(0, 1),
-    )
-    def add(self, prompts: list[list[int]], max_tokens: int, n: int, pick: int, stride: int) -> None:
-        names = [None, *self.loaded]
-        for i, prompt in enumerate(prompts):
-            self.ask(prompt, max_tokens, n, names[(pick + stride * i) % len(names)])
-
-    def ask(self, prompt: list[int], max_tokens: int, n: int, name: str | None) -> None:
-        if len(self.expected) - len(self.ended) > 40:
-            return
-        params = SamplingParams(max_tokens=max_tokens, n=n)
-        pages = -(-(len(prompt) + max_tokens) // 4)
-        for adapter in () if self.slot_pages else self.engine.adapters():
-            if adapter.pinned or (adapter.name == name and adapter.state != "draining"):
-                pages += adapter.pages
-        if pages > self.engine.stats().pages_total - self.slot_pages:
-            with pytest.raises(ValueError, match="pages"):
-                self.engine.add_request(prompt, name, params)
-            return
-        request_id = self.engine.add_request(prompt, name, params)
-        fingerprint = BASE if name is None else self.loaded[name]
-        self.names[request_id] = name
-        for i in range(n):
-            self.prompts[request_id, i] = prompt
-            self.expected[request_id, i] = expected_tokens(prompt, fingerprint, max_tokens, VOCAB)
-
-    @rule(pick=st.integers(0, 50), tail=st.lists(st.integers(0, VOCAB - 1), max_size=6), n=st.integers(1, 2))
-    def follow_up(self, pick: int, tail: list[int], n: int) -> None:
-        """The next turn of a conversation: a prompt that begins with an earlier one and its answer."""
-        keys = sorted(self.got)
-        if not keys:
-            return
-        key = keys[pick % len(keys)]
-        name = self.names[key[0]]
-        prompt = (self.prompts[key] + self.got[key] + tail)[:60]
-        self.ask(prompt, 5, n, name if name in self.loaded else None)
-
-    @rule(name=st.sampled_from("abcdef"), rank=st.sampled_from([3, 8, 20]))
-    def load(self, name: str, rank: int) -> None:
-        fingerprint = next(self.fingerprints)
-        prepared = simulated_adapter(self.engine._runner.layout, fingerprint, rank)  # type: ignore[attr-defined]
-        if prepared.packed.layout.num_pages >= self.engine.stats().pages_total:
-            with pytest.raises(ValueError, match="pages"):
-                self.engine.load_adapter(name, prepared, replace=True)
-            return
-        try:
-            self.engine.load_adapter(name, prepared, replace=True)
-        except ValueError as error:
-            if not re.match(f"adapter '{name}' is pinned: {_NO_ROOM}", str(error)):
-                raise
-            return
-        self.loaded[name] = fingerprint
-
-    @rule(name=st.sampled_from("abcdef"), pinned=st.booleans())
-    def pin(self, name: str, pinned: bool) -> None:
-        if name in self.loaded:
-            try:
-                (self.engine.pin_adapter if pinned else self.engine.unpin_adapter)(name)
-            except ValueError as error:
-                if not re.match(f"adapter '{name}' cannot be pinned: {_NO_ROOM}", str(error)):
-                    raise
-
-    @rule(name=st.sampled_from("abcdef"))
-    def unload(self, name: str) -> None:
-        if name in self.loaded:
-            self.engine.unload_adapter(name)
-            del self.loaded[name]
-        else:
-            with pytest.raises(UnknownAdapterError):
-                self.engine.unload_adapter(name)
-
-    @rule(pick=st.integers(0, 50))
-    def abort(self, pick: int) -> None:
-        alive = sorted({r for r, _ in self.expected} - {r for r, _ in self.ended})
-        if alive:
-            self.take(self.engine.abort(alive[pick % len(alive)]))
-
-    @rule(steps=st.integers(1, 12))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            self.take(self.engine.step())
-            self.engine.check_integrity()
-
-    def take(self, events: list[StreamEvent]) -> None:
-        for event in events:
-            key = event.request_id, event.index
-            assert key not in self.ended, "an event after the last one"
-            self.got.setdefault(key, []).extend(event.token_ids)
-            if event.finish_reason is not None:
-                self.ended[key] = event.finish_reason
-
-    @invariant()
-    def tokens_are_right(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        self.engine.check_integrity()
-        for key, tokens in self.got.items():
-            assert tokens == self.expected[key][: len(tokens)], key
-
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        for _ in range(5000):
-            if not self.engine.has_unfinished():
-                break
-            self.take(self.engine.step())
-            self.engine.check_integrity()
-        assert set(self.ended) == set(self.expected), "a sequence never ended"
-        for key, reason in self.ended.items():
-            assert reason in ("length", "abort")
-            assert reason == "abort" or self.got[key] == self.expected[key]
-        for name in list(self.loaded):
-            self.engine.unload_adapter(name)
-        self.engine.reset_prefix_cache()
-        stats = self.engine.stats()
-        assert stats.pages_free == stats.pages_total, "pages leaked"
-        assert self.engine.adapters() == []
-
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -11,9 +11,8 @@ import pytest
 
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.engine import Engine
-from tests.engine.test_engine import ADAPTERS, GREEDY, PROMPTS, adapters, make_engine
+from tests.engine.tiny_engine import ADAPTERS, GREEDY, PROMPTS, make_engine
 
-__all__ = ["adapters"]  # a fixture
 SLOTS = {"unified_memory": False, "adapter_slots": 2, "max_lora_rank": 40, "num_pages": 900}
 MODES: dict[str, dict[str, Any]] = {
     "slots": SLOTS,
@@ -24,16 +23,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def start(model: Path, adapters: dict[str, Path], **fields: Any) -> Engine:
-    engine = make_engine(model, **fields)
-    for name, path in adapters.items():
-        engine.load_adapter(name, path)
-    return engine
-
-
 @pytest.fixture(scope="module")
 def gathered(tiny_model_dir: Path, adapters: dict[str, Path]) -> Engine:
-    return start(tiny_model_dir, adapters)
+    return make_engine(tiny_model_dir, adapters)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -41,7 +33,7 @@ def test_a_mode_gives_the_tokens_of_the_gathered_kernels(
     gathered: Engine, tiny_model_dir: Path, adapters: dict[str, Path], mode: str
 ) -> None:
     """Mixed batches: base, odd ranks, other modules, one layer only; greedy, then sampled with penalties."""
-    engine = start(tiny_model_dir, adapters, **MODES[mode])
+    engine = make_engine(tiny_model_dir, adapters, **MODES[mode])
     names = [None, *ADAPTERS, None, *reversed(ADAPTERS)]
     prompts = [*PROMPTS, *([i, *prompt] for i, prompt in enumerate(PROMPTS))]
     drawn = SamplingParams(max_tokens=9, temperature=0.8, top_k=30, presence_penalty=0.5, seed=7)
@@ -55,7 +47,7 @@ def test_a_mode_gives_the_tokens_of_the_gathered_kernels(
 def test_a_mode_over_a_tensor_parallel_mesh(
     gathered: Engine, tiny_model_dir: Path, adapters: dict[str, Path], mode: str
 ) -> None:
-    engine = start(tiny_model_dir, adapters, lora_mode=mode, tensor_parallel_size=2)
+    engine = make_engine(tiny_model_dir, adapters, lora_mode=mode, tensor_parallel_size=2)
     names = [None, *ADAPTERS]
     want = [o.token_ids for o in gathered.generate(PROMPTS, names, GREEDY)]
     assert [o.token_ids for o in engine.generate(PROMPTS, names, GREEDY)] == want
@@ -92,7 +84,7 @@ def test_what_was_merged_before_leaves_no_trace(
 def test_a_merge_that_breaks_off_is_done_anew(
     gathered: Engine, tiny_model_dir: Path, adapters: dict[str, Path]
 ) -> None:
-    engine = start(tiny_model_dir, adapters, lora_mode="merge")
+    engine = make_engine(tiny_model_dir, adapters, lora_mode="merge")
     merger = engine._runner._merger
     assert merger is not None
     whole, calls = list(merger._merges), itertools.count()

@@ -11,10 +11,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
+from tests.engine.histories import EngineMachine
+from tests.engine.simulated_engine import SLOT_PAGES, SLOT_RANK, VOCAB, engine_with
 from tests.engine.simulated_runner import BASE, expected_tokens
-from tests.engine.test_adapter_slots import SLOT
-from tests.engine.test_engine_properties import VOCAB, EngineMachine
-from tests.engine.test_one_budget import engine_with
 
 
 class MergeMachine(EngineMachine):
@@ -26,12 +25,12 @@ class MergeMachine(EngineMachine):
 class MergeInSlotsMachine(EngineMachine):
     """The same with one slot, which the merged adapter holds."""
 
-    slot_pages = SLOT
+    slot_pages = SLOT_PAGES
     fields: ClassVar[dict[str, Any]] = {
         "lora_mode": "merge",
         "unified_memory": False,
         "adapter_slots": 1,
-        "max_lora_rank": 24,
+        "max_lora_rank": SLOT_RANK,
         "scheduling_policy": "vtc",
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,36 +10,11 @@ from slora_jax import EngineConfig, SamplingParams, UnknownAdapterError
 from slora_jax.engine import Engine
 from slora_jax.memory.reclaim import HolderKind, PageCosts
 from slora_jax.weights import load_model_config, resolve_model
-from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
-from tests.engine.test_engine_properties import VOCAB, simulated_engine
+from tests.engine.simulated_engine import VOCAB, ask, engine_with, load, resident, simulated_engine
+from tests.engine.simulated_runner import BASE, expected_tokens
 from tests.lora.peft_files import write_peft_adapter
 
 FOUR = SamplingParams(max_tokens=4)
-
-
-def engine_with(*ranks: int, **fields: Any) -> Engine:
-    """An engine with adapters "a0", "a1", ... of these ranks, whose fingerprints are 1, 2, ..."""
-    engine = simulated_engine(max_batch_size=4, max_step_tokens=32, **fields)
-    engine._reclaim.costs.measured = lambda *_: None  # type: ignore[method-assign]  # of no real device
-    for i, rank in enumerate(ranks):
-        load(engine, f"a{i}", i + 1, rank)
-    return engine
-
-
-def load(engine: Engine, name: str, fingerprint: int, rank: int = 8) -> int:
-    adapter = simulated_adapter(engine._runner.layout, fingerprint, rank)  # type: ignore[attr-defined]
-    return engine.load_adapter(name, adapter, replace=True).pages
-
-
-def resident(engine: Engine) -> set[str]:
-    engine.check_integrity()
-    return {a.name for a in engine._adapters.resident}
-
-
-def ask(engine: Engine, prompt: list[int], name: str | None = None, max_tokens: int = 4) -> None:
-    fingerprint = BASE if name is None else int(name[1:]) + 1
-    out = engine.generate([prompt], name, SamplingParams(max_tokens=max_tokens))[0]
-    assert out.token_ids == expected_tokens(prompt, fingerprint, max_tokens, VOCAB)
 
 
 def test_each_kind_gives_way_to_the_others() -> None:

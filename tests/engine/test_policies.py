@@ -25,8 +25,8 @@ from benchmarks.virtual_server import Arrival, StepCost, VirtualServer
 from slora_jax import EngineConfig, LimitExceededError, SamplingParams
 from slora_jax.lora.store import Adapter
 from slora_jax.request import Request
+from tests.engine.simulated_engine import VOCAB, simulated_engine
 from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
-from tests.engine.test_engine_properties import VOCAB, simulated_engine
 
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort", "vtc+cluster", "vtc+cluster+early-abort")
 

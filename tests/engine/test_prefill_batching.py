@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.scheduling.scheduler import StepPlan
-from tests.engine.test_engine_properties import simulated_engine
+from tests.engine.simulated_engine import simulated_engine
 
 BATCH = 20
 
 
-def filled(delay: int, **fields: int) -> Engine:
+def filled(delay: int, **fields: Any) -> Engine:
     """An engine with 18 of 20 sequences decoding, and whatever it launches in `plans`."""
     engine = simulated_engine(
         num_pages=2000, max_batch_size=BATCH, prefill_delay_steps=delay, **{"max_step_tokens": 100, **fields}

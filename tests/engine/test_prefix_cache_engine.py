@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.weights import load_model_config, resolve_model
 from tests.conftest import TINY_CONFIG
-from tests.engine.test_engine import make_engine
+from tests.engine.tiny_engine import GREEDY, make_engine
 from tests.lora.peft_files import write_peft_adapter
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SYSTEM = [(7 * i) % 300 for i in range(50)]  # three full pages of 16 tokens, and two tokens
 PROMPTS = [[*SYSTEM, 1], [*SYSTEM, 2, 3], SYSTEM, SYSTEM[:48], [*SYSTEM[:40], 9], [*SYSTEM] * 2]
 NAMES = [None, "one", None, "two", "one", None]
@@ -33,21 +31,14 @@ def folders(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: folder / name for name in ("one", "two")}
 
 
-def engine_with(model: Path, folders: dict[str, Path], **fields: Any) -> Engine:
-    engine = make_engine(model, **fields)
-    for name, path in folders.items():
-        engine.load_adapter(name, path)
-    return engine
-
-
 @pytest.fixture(scope="module")
 def plain(tiny_model_dir: Path, folders: dict[str, Path]) -> Engine:
-    return engine_with(tiny_model_dir, folders, enable_prefix_caching=False, record_logits=True)
+    return make_engine(tiny_model_dir, folders, enable_prefix_caching=False, record_logits=True)
 
 
 @pytest.fixture(scope="module")
 def cached(tiny_model_dir: Path, folders: dict[str, Path]) -> Engine:
-    return engine_with(tiny_model_dir, folders, record_logits=True)
+    return make_engine(tiny_model_dir, folders, record_logits=True)
 
 
 def test_logits_and_tokens_are_those_without_the_cache(plain: Engine, cached: Engine) -> None:
@@ -76,7 +67,7 @@ def test_it_changes_nothing_under_preemption_and_chunked_prefill(
 ) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=70)
     want = [o.token_ids for o in plain.generate(PROMPTS, NAMES, params)]
-    small = engine_with(tiny_model_dir, folders, num_pages=30, prefill_chunk_tokens=chunk)
+    small = make_engine(tiny_model_dir, folders, num_pages=30, prefill_chunk_tokens=chunk)
     assert [o.token_ids for o in small.generate(PROMPTS, NAMES, params)] == want
     stats = small.stats()
     assert stats.preemptions > 0

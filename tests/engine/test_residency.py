@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -13,97 +12,14 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
-import slora_jax.engine
-from slora_jax import EngineConfig, SamplingParams
-from slora_jax.engine import Engine
-from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
-from slora_jax.lora.peft_folder import FolderStamp
-from slora_jax.lora.transfer import HostCopy, StagedCopy
+from slora_jax import SamplingParams
+from slora_jax.lora.loader import AdapterLoader
 from slora_jax.outputs import StreamEvent
-from slora_jax.sharding.mesh import make_mesh
-from tests.engine.simulated_runner import BASE, SimulatedRunner, expected_tokens, simulated_adapter
-from tests.engine.test_engine_properties import MODEL, VOCAB
-
-
-class Disk:
-    """Folders by path, each with its adapter's fingerprint and rank; what is told to fail does, once."""
-
-    def __init__(self) -> None:
-        self.folders: dict[str, tuple[int, int]] = {}
-        self.failing: list[str] = []  # what fails next: read, stage, copy or write
-        self.failures = 0
-        self.reads = 0
-
-    def fails(self, what: str) -> None:
-        if what in self.failing:
-            self.failing.remove(what)
-            self.failures += 1
-            raise RuntimeError(f"a {what} that was told to fail")
-
-    def stamp(self, path: str) -> FolderStamp:
-        return FolderStamp(path, (self.folders[path],))
-
-    def prepare(self, engine: Engine, path: str) -> PreparedAdapter:
-        self.reads += 1
-        self.fails("read")
-        if path not in self.folders:
-            self.failures += 1
-            raise FileNotFoundError(f"no adapter at '{path}'")
-        fingerprint, rank = self.folders[path]
-        made = simulated_adapter(engine._layout, fingerprint, rank)
-        return dataclasses.replace(
-            made, path=path, stamp=self.stamp(path), host=HostCopy((made.packed.pages,))
-        )
-
-
-class SlowCopy(StagedCopy):
-    """A copy that is done after some looks at it, or when it is waited for; perhaps with an error."""
-
-    def __init__(self, copy: StagedCopy, looks: int, error: Exception | None) -> None:
-        super().__init__(copy.pieces, copy.ids)
-        object.__setattr__(self, "state", [looks, error])
-
-    def is_ready(self) -> bool:
-        self.state[0] -= 1  # type: ignore[attr-defined]
-        return bool(self.state[0] < 0)  # type: ignore[attr-defined]
-
-    def wait(self) -> None:
-        error = self.state[1]  # type: ignore[attr-defined]
-        self.state[0] = 0  # type: ignore[attr-defined]
-        if error is not None:
-            raise error
-
-
-class StagingRunner(SimulatedRunner):
-    """A device with memory of its own: copies take their time and may fail."""
-
-    disk = Disk()
-    looks: Callable[[], int] = staticmethod(lambda: 0)
-    stages_adapters = True
-
-    def stage_adapters(self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]) -> list[StagedCopy]:
-        self.disk.fails("stage")
-        slow: list[StagedCopy] = []
-        for copy in super().stage_adapters(copies, pages):
-            error = None
-            try:
-                self.disk.fails("copy")
-            except RuntimeError as failure:
-                error = failure
-            slow.append(SlowCopy(copy, self.looks(), error))
-        return slow
-
-    def write_adapter(self, staged: StagedCopy) -> None:
-        self.disk.fails("write")
-        super().write_adapter(staged)
+from tests.engine.histories import History
+from tests.engine.simulated_engine import VOCAB, simulated_engine
+from tests.engine.simulated_runner import BASE, Disk, StagingRunner, expected_tokens, simulated_adapter
 
 
 class DeferredExecutor(concurrent.futures.Executor):
@@ -135,14 +51,11 @@ class Bench:
 
     def __init__(self, looks: Callable[[], int] = lambda: 0, **fields: Any) -> None:
         self.disk, self.executor = Disk(), DeferredExecutor()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slora_jax.engine, "ModelRunner", StagingRunner)
-            config = EngineConfig(dtype="float32", page_tokens=4, **fields)
-            self.engine = engine = Engine(MODEL, {}, config, make_mesh(1))
+        self.engine = engine = simulated_engine(StagingRunner, **fields)
         engine._runner.disk, engine._runner.looks = self.disk, looks  # type: ignore[attr-defined]
         loader: Any = engine._loader
         loader._executor = self.executor
-        loader._read = lambda path: self.disk.prepare(engine, path)
+        loader._read = lambda path: self.disk.prepare(engine._layout, path)
         loader.wait = lambda timeout: False  # the test decides when a read ends
 
     def register(self, name: str, fingerprint: int, rank: int = 8, path: str | None = None) -> str:
@@ -174,8 +87,10 @@ def want(prompt: list[int], fingerprint: int, n: int) -> list[int]:
     return expected_tokens(prompt, fingerprint, n, VOCAB)
 
 
-class ResidencyMachine(RuleBasedStateMachine):
+class ResidencyMachine(History):
     """Loads, reloads, unloads, aborts, changed files, failed reads and copies, at any moment."""
+
+    loads_fail = True
 
     @initialize(
         num_pages=st.integers(32, 70),
@@ -209,12 +124,8 @@ class ResidencyMachine(RuleBasedStateMachine):
             prefetch_watermark=watermark,
         )
         self.engine, self.disk = self.bench.engine, self.bench.disk
-        self.fingerprints = itertools.count(1)
-        self.paths: dict[str, tuple[str, int]] = {}  # by name: path and fingerprint
+        self.paths: dict[str, str] = {}  # of folders, by name
         self.largest = 0
-        self.expected: dict[tuple[str, int], list[int]] = {}
-        self.got: dict[tuple[str, int], list[int]] = {}
-        self.ended: dict[tuple[str, int], StreamEvent] = {}
         for name in "abc":
             self.load(name, 8, given=name == "c")
 
@@ -224,21 +135,23 @@ class ResidencyMachine(RuleBasedStateMachine):
         made = simulated_adapter(self.engine._layout, fingerprint, rank)
         if made.packed.layout.num_pages >= self.engine.stats().pages_total:
             return
+        self.paths.pop(name, None)
         if given:
             self.engine.load_adapter(name, made, replace=True)
-            self.paths[name] = "", fingerprint
         else:
-            self.paths[name] = self.bench.register(name, fingerprint, rank), fingerprint
+            self.paths[name] = self.bench.register(name, fingerprint, rank)
+        self.loaded[name] = fingerprint
         self.largest = max(self.largest, made.packed.nbytes)
 
     @rule(name=st.sampled_from("abcdefgh"))
     def unload(self, name: str) -> None:
-        if self.paths.pop(name, None):
+        self.paths.pop(name, None)
+        if self.loaded.pop(name, None):
             self.engine.unload_adapter(name)
 
     @rule(name=st.sampled_from("abcdefgh"), deleted=st.booleans())
     def change_files(self, name: str, deleted: bool) -> None:
-        path, _ = self.paths.get(name, ("", 0))
+        path = self.paths.get(name)
         if path in self.disk.folders and deleted:
             del self.disk.folders[path]
         elif path in self.disk.folders:
@@ -251,22 +164,11 @@ class ResidencyMachine(RuleBasedStateMachine):
         pick=st.integers(0, 20),
     )
     def add(self, prompt: list[int], max_tokens: int, n: int, pick: int) -> None:
-        names = [None, *self.paths]
-        name = names[pick % len(names)]
+        names = [None, *self.loaded]
         try:
-            request_id = self.engine.add_request(prompt, name, SamplingParams(max_tokens=max_tokens, n=n))
+            self.ask(prompt, max_tokens, n, names[pick % len(names)])
         except ValueError as error:
             assert "pages" in str(error)  # noqa: PT017 (more than the pool holds)
-            return
-        fingerprint = BASE if name is None else self.paths[name][1]
-        for i in range(n):
-            self.expected[request_id, i] = want(prompt, fingerprint, max_tokens)
-
-    @rule(pick=st.integers(0, 50))
-    def abort(self, pick: int) -> None:
-        alive = sorted({r for r, _ in self.expected} - {r for r, _ in self.ended})
-        if alive:
-            self.take(self.engine.abort(alive[pick % len(alive)]))
 
     @rule(what=st.sampled_from(["read", "stage", "copy", "write"]))
     def fail_next(self, what: str) -> None:
@@ -279,53 +181,25 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 6), reads=st.booleans())
     def step(self, steps: int, reads: bool) -> None:
         for _ in range(steps):
-            self.take(self.engine.step())
-            self.engine.check_integrity()
+            self.take_step()
             if reads:
                 self.bench.executor.run()
 
-    def take(self, events: list[StreamEvent]) -> None:
-        for event in events:
-            key = event.request_id, event.index
-            assert key not in self.ended, "an event after the last one"
-            self.got.setdefault(key, []).extend(event.token_ids)
-            if event.finish_reason is not None:
-                self.ended[key] = event
-
     @invariant()
-    def nothing_is_wrong(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        self.engine.check_integrity()
+    def host_memory_is_within_its_budget(self) -> None:
         host = self.engine._adapters.host
         assert host.held + host.promised <= max(host.budget, self.largest)
-        for key, found in self.got.items():
-            assert found == self.expected[key][: len(found)], key
 
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        for _ in range(3000):
-            if not self.engine.has_unfinished():
-                break
-            self.bench.executor.run()
-            self.take(self.engine.step())
-        assert set(self.ended) == set(self.expected), "a sequence never ended"
-        for key, event in self.ended.items():
-            if event.finish_reason == "error":
-                assert "could not be loaded" in str(event.error)  # after a preemption, even late
-            elif event.finish_reason != "abort":
-                assert self.got[key] == self.expected[key]
-        for name in self.paths:
-            self.engine.unload_adapter(name)
+    def go_on(self) -> None:
+        self.bench.executor.run()
+        super().go_on()
+
+    def check_end(self) -> None:
+        super().check_end()
         while self.bench.executor.run():
             pass
-        self.engine.step()
-        self.engine.reset_prefix_cache()
-        self.engine.check_integrity()
+        self.take_step()
         stats, host = self.engine.stats(), self.engine._adapters.host
-        assert stats.pages_free == stats.pages_total, "pages leaked"
-        assert self.engine.adapters() == []
         assert (host.held, host.promised, host.fixed) == (0, 0, 0), "host copies leaked"
         assert not self.engine._loader._transfers
         assert stats.loading.reading == stats.loading.staged == 0
@@ -372,6 +246,7 @@ def soak(seed: int, operations: int) -> ResidencyMachine:
             machine.step(6, reads=True)
         rng.choices([call for _, call in rules], [weight for weight, _ in rules])[0]()
         machine.nothing_is_wrong()
+        machine.host_memory_is_within_its_budget()
     return machine
 
 

@@ -19,7 +19,7 @@ from slora_jax.pallas_kernels.padded_bmm import (
     apply_padded_bmm,
     with_padded_bmm,
 )
-from tests.kernels.test_xla_lora import (
+from tests.kernels.lora_cases import (
     A_CHUNKS,
     B_CHUNKS,
     CHUNKS_PER_PAGE,

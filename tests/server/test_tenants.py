@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.engine.test_engine_properties import simulated_engine
+from tests.engine.simulated_engine import simulated_engine
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 from tests.server.live import serve
 

@@ -19,7 +19,7 @@ from slora_jax.text import load_tokenizer
 from slora_jax.weights import convert, load_model_config, resolve_model
 from slora_jax.weights.gguf import write_tokenizer_gguf
 from tests.weights import tiny
-from tests.weights.test_safetensors import assert_equal, load
+from tests.weights.tiny import assert_equal, load
 
 
 @pytest.fixture

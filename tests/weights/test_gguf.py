@@ -17,7 +17,7 @@ from slora_jax.sharding.mesh import make_mesh
 from slora_jax.weights import load_checkpoint, load_model_config, resolve_model
 from slora_jax.weights.gguf import GgufSource, read_gguf
 from tests.weights import tiny
-from tests.weights.test_safetensors import assert_equal, load
+from tests.weights.tiny import assert_equal, load
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

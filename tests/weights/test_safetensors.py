@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,21 +15,11 @@ from slora_jax.errors import CheckpointError
 from slora_jax.models.params import checkpoint_specs
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.sharding.rules import named_sharding
-from slora_jax.weights import load_checkpoint, load_model_config, resolve_model
+from slora_jax.weights import load_model_config, resolve_model
 from slora_jax.weights.hf import SafetensorsSource
 from slora_jax.weights.source import to_stored
 from tests.weights import tiny
-
-
-def load(path: Path, *, tp: int = 1, dtype: Any = "float32", **kwargs: Any) -> dict[str, jax.Array]:
-    resolved = resolve_model(path)
-    return load_checkpoint(resolved, load_model_config(resolved), make_mesh(tp), dtype, **kwargs)
-
-
-def assert_equal(got: dict[str, jax.Array], want: dict[str, tiny.Array]) -> None:
-    assert got.keys() == want.keys()
-    for name, array in want.items():
-        np.testing.assert_array_equal(np.asarray(got[name], np.float32), array, err_msg=name)
+from tests.weights.tiny import assert_equal, load
 
 
 @pytest.mark.parametrize("files", [0, 3])

@@ -1,4 +1,6 @@
-"""A tiny Llama with random weights in Hugging Face's names and [out, in] layout, and writers of its files."""
+"""A tiny Llama with random weights in Hugging Face's names and [out, in] layout, and writers and
+a reader of its files.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import save_file
+
+from slora_jax.sharding.mesh import make_mesh
+from slora_jax.weights import load_checkpoint, load_model_config, resolve_model
 
 Array = npt.NDArray[Any]
 
@@ -172,3 +178,14 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return seen
+
+
+def load(path: Path, *, tp: int = 1, dtype: Any = "float32", **kwargs: Any) -> dict[str, jax.Array]:
+    resolved = resolve_model(path)
+    return load_checkpoint(resolved, load_model_config(resolved), make_mesh(tp), dtype, **kwargs)
+
+
+def assert_equal(got: dict[str, jax.Array], want: dict[str, Array]) -> None:
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        np.testing.assert_array_equal(np.asarray(got[name], np.float32), array, err_msg=name)

@@ -1,0 +1,59 @@
+"""Two tenants that always wait, one with three times as many requests (`vtc_gap`).
+
+The largest gap of their services and VTC's bound, as in sim_scheduler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from benchmarks.adapters.workbench import Workbench, contended
+from benchmarks.adapters.workload import SHORTEST, add, clear
+from slora_jax.batch import StepShape
+from slora_jax.request import Request
+
+
+def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:
+    """Steps to compile before `run`."""
+    return bench.full_batch_shapes()
+
+
+def run(bench: Workbench, args: argparse.Namespace) -> None:
+    """Two tenants that always wait, one with three times as many requests: the largest gap of what they get.
+
+    Services are priced as VTC prices them, and the bound is the one it proves.
+    """
+    bound = 2 * max(1.0 * bench.longest, 2.0 * bench.batch * 2 * bench.longest)
+    for policy in args.fair_policies:
+        engine, work = contended(bench, args, policy)
+        services, gap = {"small": 0.0, "large": 0.0}, 0.0
+        waiting: dict[str, set[Request]] = {"small": set(), "large": set()}
+        tenants: dict[str, str] = {}
+        began = time.perf_counter()
+        while (passed := time.perf_counter() - began) < args.fair_seconds:
+            for tenant, wanted in (("small", bench.batch // 2), ("large", 3 * bench.batch // 2)):
+                while len(waiting[tenant]) < wanted:
+                    request = engine._requests[add(engine, work.draw(), tenant=tenant)]
+                    waiting[tenant].add(request)
+                    tenants[request.request_id] = tenant
+            events = engine.step()
+            for tenant, requests in waiting.items():
+                admitted = [r for r in requests if r.metrics.first_scheduled_time is not None]
+                services[tenant] += sum(1.0 * len(r.prompt_token_ids) for r in admitted)
+                requests.difference_update(admitted)
+            for event in events:
+                services[tenants[event.request_id]] += 2.0 * len(event.token_ids)
+            gap = max(gap, abs(services["small"] - services["large"]))
+        clear(engine)
+        case = {"policy": policy, "tenants": 2, "batch": bench.batch, "model": args.model}
+        extra = {
+            "bound": bound,
+            "seconds": round(passed, 1),
+            "services": services,
+            "share_of_small": round(services["small"] / sum(services.values()), 4),
+            "lengths": [SHORTEST, bench.longest],
+        }
+        if "vtc" in policy and gap > bound:
+            raise RuntimeError(f"the gap {gap} is above what VTC proves, {bound}")
+        bench.report("vtc_gap", case, gap, "priced tokens", **extra)

@@ -1,0 +1,90 @@
+"""Policies under S-LoRA's gamma arrivals in real time (`online`): first tokens in time, and throughput."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.adapters.workbench import Workbench, contended
+from benchmarks.adapters.workload import SHORTEST, add, clear, closed_loop
+from benchmarks.sim_scheduler import gamma_arrivals
+from slora_jax.batch import StepShape
+
+
+def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:
+    """Steps to compile before `run`."""
+    return bench.full_batch_shapes()
+
+
+def run(bench: Workbench, args: argparse.Namespace) -> None:
+    """Share of requests whose first token comes in time, while more arrive than can be served.
+
+    The batch is full at the start, of sequences in a steady state; these are not judged. A quarter of the
+    requests are a "small" tenant's, the others a "large" one's.
+    """
+    closed_loop(*contended(bench, args, "fcfs"), min(1.0, args.online_seconds))  # compiles
+    for policy in args.policies:
+        served = serve_arrivals(bench, args, policy)
+        if served["compilations"]:
+            bench.say("a step was compiled: measured again")
+            served = serve_arrivals(bench, args, policy)
+        case = {
+            "policy": policy, "model": args.model, "rate": args.rate, "cv": args.cv, "n": args.adapters,
+            "alpha": args.alpha, "target_s": args.target, "setting": args.setting, "batch": bench.batch,
+            "adapters_in_pool": args.adapters_in_pool, "lengths": [SHORTEST, bench.longest],
+            "seconds": args.online_seconds,
+        }  # fmt: skip
+        bench.report("online", case, served.pop("attainment"), "attainment", **served)
+
+
+def serve_arrivals(bench: Workbench, args: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """What came of a gamma process of requests under a policy."""
+    (engine, work), rng = contended(bench, args, policy), np.random.default_rng(43)
+    due = list(gamma_arrivals(args.rate, args.cv, args.online_seconds, rng))
+    coming = [(work.draw(), "small" if rng.random() < 0.25 else "large") for _ in due]
+    for _ in range(bench.batch):
+        add(engine, work.begun())
+    while any(r.metrics.first_token_time is None for r in engine._requests.values()):
+        engine.step()
+    first: dict[str, float] = {}  # seconds from when a request was due
+    asked: dict[str, tuple[float, str]] = {}
+    finished = aborted = 0
+    before, compiled = engine.stats(), bench.runner.compilations
+    began, until = time.perf_counter(), args.online_seconds + args.target
+    while (now := time.perf_counter() - began) < until:
+        while len(asked) < len(due) and due[len(asked)] <= now:
+            at, (draw, tenant) = due[len(asked)], coming[len(asked)]
+            asked[add(engine, draw, tenant=tenant)] = at, tenant
+        if not engine.has_unfinished():
+            time.sleep((due[len(asked)] if len(asked) < len(due) else until) - now)
+            continue
+        events, now = engine.step(), time.perf_counter() - began
+        for event in events:
+            if event.request_id in asked and event.token_ids:
+                first.setdefault(event.request_id, now - asked[event.request_id][0])
+            finished += event.finish_reason == "length"
+            aborted += event.finish_reason == "abort" and event.request_id in asked
+    after = engine.stats()
+    clear(engine)
+    seconds = np.array([first.get(r, np.inf) for r in asked])
+    small = np.array([tenant == "small" for _, tenant in asked.values()])
+    within = seconds < args.target
+    satisfaction = np.where(within, 1 - (np.minimum(seconds, args.target) / args.target) ** 2, 0)
+    came = seconds[np.isfinite(seconds)]
+    return {
+        "attainment": round(float(within.mean()), 3),
+        "satisfaction": round(float(satisfaction.mean()), 3),
+        "attainment_small": round(float(within[small].mean()), 3),
+        "attainment_large": round(float(within[~small].mean()), 3),
+        "throughput": round(finished / now, 2),
+        "ttft_s": [round(float(np.percentile(came, p)), 2) for p in (50, 99)],
+        "aborted": aborted,
+        "requests": len(asked),
+        "late_but_served": int((came >= args.target).sum()),
+        "loads": after.adapter_loads - before.adapter_loads,
+        "preemptions": after.preemptions - before.preemptions,
+        "compilations": bench.runner.compilations - compiled,
+    }

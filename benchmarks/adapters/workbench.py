@@ -1,0 +1,139 @@
+"""One model and pool on the device for all parts, engines over them, and what the parts report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+import slora_jax.engine
+from benchmarks.adapters.workload import Workload, by_popularity, kv_room
+from benchmarks.bench_engine import (
+    MODULES,
+    SETTINGS,
+    gpu_name,
+    make_engine,
+    offline_shapes,
+    random_adapters,
+    register_adapters,
+)
+from benchmarks.record import record
+from slora_jax.batch import StepShape
+from slora_jax.engine import Engine
+from slora_jax.lora.loader import PreparedAdapter
+from slora_jax.memory.layout import GROUPS
+from slora_jax.sharding.mesh import make_mesh
+
+
+class Workbench:
+    """One model and pool on the device, and engines of any host configuration over them.
+
+    Of the engines made, only the latest may be used: they share the device's state. `lora_groups` are the
+    groups of modules that adapters target.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._began = time.perf_counter()
+        self.longest: int = args.longest
+        self.batch: int = args.batch
+        self._first = make_engine(
+            args.model,
+            max_batch=self.batch,
+            max_model_len=2 * self.longest + 16,
+            max_step_tokens=args.step_tokens,
+            num_pages=args.num_pages,
+            max_lora_rank=max((*SETTINGS[args.setting], *args.load_ranks)),
+        )
+        self.runner = self._first._runner
+        self.layout = self._first._layout
+        self.vocab_size = self._first.model_config.vocab_size
+        self.num_pages = self.runner.pool.shape[1]
+        self.page_tokens = self._first.config.page_tokens
+        self.lora_groups = self.runner.expect(i for i, g in enumerate(GROUPS) if set(g) & set(MODULES))
+        self._adapters: dict[int, PreparedAdapter] = {}
+        self.say(f"{self.num_pages} pages")
+
+    def engine(self, num_pages: int | None = None, **fields: Any) -> Engine:
+        """An engine with nothing in it, over the first `num_pages` of the pool."""
+        config = dataclasses.replace(self._first.config, num_pages=num_pages or self.num_pages, **fields)
+        with mock.patch.object(slora_jax.engine, "ModelRunner", return_value=self.runner):
+            return Engine(self._first.model_config, {}, config, make_mesh(1))
+
+    def adapters(self, ranks: Sequence[int]) -> dict[int, PreparedAdapter]:
+        """Random adapters by rank, made once."""
+        self._adapters |= random_adapters(self._first, [r for r in ranks if r not in self._adapters])
+        return {rank: self._adapters[rank] for rank in ranks}
+
+    def full_batch_shapes(self) -> list[StepShape]:
+        """Those of most steps of a full batch with adapters."""
+        return offline_shapes(self._first, ranks=SETTINGS["S2"])
+
+    def compile(self, shapes: Iterable[StepShape]) -> None:
+        """In parallel; the few shapes that the parts do not foresee are met before anything is timed."""
+        started = time.perf_counter()
+        self.runner.compile(shapes)
+        self.say(f"compiled {self.runner.compilations} steps in {time.perf_counter() - started:.0f} s")
+
+    def say(self, what: str) -> None:
+        """Print how far it is, after so many seconds."""
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {what}", flush=True)
+
+    def report(self, bench: str, case: dict[str, Any], value: float, unit: str, **extra: Any) -> None:
+        """Append one line of results, and print it."""
+        extra["backend"] = self.runner.backend.name
+        record("engine", bench, case, value, unit, gpu=gpu_name(), **extra)
+        self.say(f"{bench} {case}: {value} {unit}, {extra}")
+
+
+def cut_pool(bench: Workbench, args: argparse.Namespace, largest: int = 1) -> int:
+    """Pages that hold the KV of a full batch and --adapters-in-pool adapters.
+
+    Ends with a message where the whole pool would not hold `largest` times as many beside that KV.
+    """
+    layout, ranks, held = bench.layout, SETTINGS[args.setting], int(args.adapters_in_pool)
+    mean = float(np.mean([layout.adapter(dict.fromkeys(MODULES, rank)).num_pages for rank in ranks]))
+    kv = 1 + kv_room(bench.batch, bench.longest, bench.page_tokens)
+    most = kv + round(largest * held * mean)
+    if most > bench.num_pages:
+        raise SystemExit(
+            f"{most} pages are needed to hold the largest working set and the KV of a full batch ({kv}), the "
+            f"pool has {bench.num_pages}: lower --adapters-in-pool or --working-set, or give JAX more of the "
+            "GPU (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+        )
+    return kv + round(held * mean)
+
+
+def contended(bench: Workbench, args: argparse.Namespace, policy: str) -> tuple[Engine, Workload]:
+    """An engine under a policy whose pool holds few of its adapters, and requests for them."""
+    cut = cut_pool(bench, args)
+    engine = bench.engine(cut, scheduling_policy=policy, ttft_target_s=args.target)
+    names = register_adapters(engine, bench.adapters(SETTINGS[args.setting]), args.adapters)
+    pick = by_popularity(str(args.alpha), len(names))
+    return engine, Workload(names, pick, bench.longest, bench.vocab_size)
+
+
+def pinned_copy_bandwidth(nbytes: int, together: int) -> float:
+    """bytes/s of plain copies of pinned host memory to the device, so many of this size at a time; median."""
+    device = jax.devices()[0]
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+    target = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+    data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    host = jax.block_until_ready([jax.device_put(data, pinned) for _ in range(together)])
+    seconds = []
+    for _ in range(9):
+        started = time.perf_counter()
+        jax.block_until_ready(jax.device_put(host, target))
+        seconds.append(time.perf_counter() - started)
+    return together * nbytes / float(np.median(seconds[2:]))
+
+
+def milliseconds(seconds: np.ndarray) -> list[float]:
+    """Median and 99th percentile in ms."""
+    return [round(1e3 * float(np.percentile(seconds, p)), 3) for p in (50, 99)]

@@ -1,0 +1,159 @@
+"""Requests in a steady state, who asks for which adapter, and a closed loop of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from slora_jax import SamplingParams
+from slora_jax.engine import Engine
+
+SHORTEST = 8  # tokens of a prompt or an output
+_WINDOWS = 20  # tries to measure one in which nothing is compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """A request to come."""
+
+    prompt: list[int]
+    adapter: str
+    output_len: int
+
+
+class Workload:
+    """Requests without end: prompts and outputs of SHORTEST to `longest` tokens (uniform), adapters by
+    `pick(rng)`.
+    """
+
+    def __init__(
+        self, names: Sequence[str], pick: Callable[[np.random.Generator], int], longest: int, vocab: int
+    ) -> None:
+        self._names, self._pick, self._longest, self._vocab = names, pick, longest, vocab
+        self._rng = np.random.default_rng(42)
+
+    def draw(self) -> Draw:
+        """The next one that arrives."""
+        prompt, output = self._rng.integers(SHORTEST, self._longest + 1, 2)
+        return self._draw(int(prompt), int(output))
+
+    def begun(self) -> Draw:
+        """One that runs in a steady state: what it has put out belongs to its prompt."""
+        prompt, age, output = (int(x[0]) for x in running_lengths(1, self._longest, self._rng))
+        return self._draw(prompt + age, output - age)
+
+    def _draw(self, prompt: int, output: int) -> Draw:
+        tokens = self._rng.integers(0, self._vocab, prompt).tolist()
+        return Draw(tokens, self._names[self._pick(self._rng)], output)
+
+
+def running_lengths(n: int, longest: int, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Prompt, tokens put out so far, and output of n sequences that run in a steady state, i64[n] each.
+
+    An output of twice the length runs twice as long, so it is met twice as often, at any age alike.
+    """
+    lengths = np.arange(SHORTEST, longest + 1)
+    output = rng.choice(lengths, n, p=lengths / lengths.sum())
+    return rng.integers(SHORTEST, longest + 1, n), (rng.random(n) * output).astype(np.int64), output
+
+
+def kv_room(batch: int, longest: int, page_tokens: int) -> int:
+    """Pages that the KV of a full batch seldom exceeds (99.9th percentile in a steady state), and one a
+    sequence for its next tokens, which admission keeps free.
+    """
+    prompt, age, _ = running_lengths(2000 * batch, longest, np.random.default_rng(0))
+    pages = -(-(prompt + age) // page_tokens)
+    return int(np.percentile(pages.reshape(2000, batch).sum(1), 99.9)) + batch
+
+
+def by_popularity(name: str, n: int) -> Callable[[np.random.Generator], int]:
+    """Draws adapters of n: "zipf" with P(i) proportional to 1 / (i + 1), "uniform"; a number is S-LoRA's
+    alpha, floor(n * u^(1/alpha)).
+    """
+    if name not in ("zipf", "uniform"):
+        alpha = float(name)
+        return lambda rng: int(n * rng.power(alpha))
+    weights = 1 / np.arange(1, n + 1) if name == "zipf" else np.ones(n)
+    cumulative = np.cumsum(weights / weights.sum())
+    return lambda rng: min(n - 1, int(np.searchsorted(cumulative, rng.random(), side="right")))
+
+
+def add(engine: Engine, draw: Draw, **fields: Any) -> str:
+    """Queue a request whose output length is forced; its id."""
+    sampling = SamplingParams(max_tokens=draw.output_len, temperature=0, ignore_eos=True)
+    return engine.add_request(draw.prompt, draw.adapter, sampling, **fields)
+
+
+def clear(engine: Engine) -> None:
+    """End whatever it runs."""
+    for request in list(engine._requests):
+        engine.abort(request)
+    while engine.has_unfinished():
+        engine.step()
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What a closed loop did in some seconds."""
+
+    seconds: float
+    tokens: int  # put out
+    finished: int  # requests
+    gaps: np.ndarray  # f64[n] seconds between two tokens of a sequence, preemptions included
+    loads: int
+    preemptions: int
+    held: np.ndarray  # f64[2] sequences that run and adapters that are resident, means over steps
+
+
+def closed_loop(engine: Engine, work: Workload, seconds: float) -> Window:
+    """Keep a quarter more requests than slots under way, from a steady state on; measure `seconds` of it."""
+    batch = engine.config.max_batch_size
+    last: dict[str, float] = {}  # request -> when its latest token came
+    for i in range(batch + batch // 4):
+        add(engine, work.begun() if i < batch else work.draw())
+    gaps: list[float] = []
+    tokens = finished = 0
+
+    def step() -> None:
+        nonlocal tokens, finished
+        events, now = engine.step(), time.perf_counter()
+        for event in events:
+            tokens += len(event.token_ids)
+            before = last.pop(event.request_id, None)
+            if before is not None:
+                gaps.append(now - before)
+            if event.finish_reason is None:
+                last[event.request_id] = now
+                continue
+            if event.finish_reason != "length":
+                raise RuntimeError(f"a request ended by {event.finish_reason}: {event.error}")
+            finished += 1
+            add(engine, work.draw())
+
+    while tokens < 3 * batch:
+        step()
+    for _ in range(_WINDOWS):
+        gaps, tokens, finished = [], 0, 0
+        compiled, before, started = engine._runner.compilations, engine.stats(), time.perf_counter()
+        held: list[tuple[int, int]] = []  # sequences that run, adapters that are resident
+        while (passed := time.perf_counter() - started) < seconds and engine._runner.compilations == compiled:
+            step()
+            held.append((len(engine._scheduler.running), len(engine._adapters.resident)))
+        after = engine.stats()
+        if engine._runner.compilations == compiled:
+            clear(engine)
+            return Window(
+                seconds=passed,
+                tokens=tokens,
+                finished=finished,
+                gaps=np.array(gaps),
+                loads=after.adapter_loads - before.adapter_loads,
+                preemptions=after.preemptions - before.preemptions,
+                held=np.mean(held, axis=0),
+            )
+        print("a step was compiled: measured again", flush=True)
+    raise RuntimeError(f"steps were compiled in each of {_WINDOWS} windows of {seconds} s")

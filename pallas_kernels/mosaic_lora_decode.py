@@ -1,0 +1,247 @@
+"""LoRA of decode items: the weights are on wgmma's long side, 64 rank rows by the 8 tokens of a window.
+
+One warpgroup copies, another multiplies. A ring of stages holds the chunks on their way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from slora_jax.pallas_kernels.lora_work import RANK_BLOCK, SLOTS, WINDOW
+from slora_jax.pallas_kernels.mosaic_lora_item import (
+    OPERAND,
+    RANKS,
+    SWIZZLE,
+    Item,
+    LoraConfig,
+    Phase,
+    Ref,
+    accumulate,
+    add_to_memory,
+    clear_stages,
+    copy_if,
+    iota,
+    lora_kernel,
+    may_start_empty,
+    steps_of_part,
+    sum_parts,
+)
+
+RING_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
+FEW = SLOTS // 2  # blocks up to which an item counts as small
+WARPS = 4  # of a warpgroup
+# The bytes of OPERAND, but rows can be copied one by one.
+ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+
+
+def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Callable[..., Any]:
+    """Of phase "both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand":
+    h instead of x.
+
+    h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part. One warpgroup copies, another
+    multiplies.
+    """
+    n_modules, width = len(config.out_dims), config.width
+    tokens = WINDOW * n_modules
+    pieces = width // SWIZZLE  # of a chunk's columns, as they are added to y
+
+    def decode(
+        x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, scratch: dict[str, Ref]
+    ) -> None:
+        index, part = lax.axis_index("item"), lax.axis_index("part")
+        item = Item(config, items, pages, layer, index)
+        w_s, full, free = scratch["w_s"], scratch["full_s"], scratch["free_s"]
+        few = item.blocks <= FEW
+        # wgmma reads 64 rows of a chunk: those past the item's blocks belong to the next, and meet zeros of
+        # h.
+        rows = RANK_BLOCK * item.blocks if config.pack else RANKS
+        held = 1 + lax.div(RING_ROWS - RANKS, jnp.maximum(rows, RANK_BLOCK))  # chunks in the ring
+        stages = jnp.minimum(config.stages, held)
+        no_steps = part * 0
+        shrinks = no_steps if phase == "expand" else steps_of_part(config.a_chunks, part, split)
+        expands = no_steps if phase == "shrink" else steps_of_part(max(config.b_chunks), part, split)
+        total = shrinks + expands
+
+        def loop(first: jax.Array, end: jax.Array, body: Callable[[jax.Array, jax.Array], None]) -> None:
+            """body(step, stage) for the steps from first to end."""
+
+            def counted(i: jax.Array, stage: jax.Array) -> jax.Array:
+                body(i, stage)
+                return jnp.where(stage + 1 == stages, 0, stage + 1)
+
+            lax.fori_loop(first, end, counted, lax.rem(first, stages))
+
+        def chunk_rows(stage: jax.Array) -> Ref:
+            return w_s.at[pl.ds(stage * rows, RANKS)]
+
+        def by_slots(body: Callable[[Ref, int], None]) -> None:
+            """body(barriers that stages are full, slots that a step copies)."""
+            pl.when(few)(lambda: body(scratch["few_full_s"], FEW))
+            pl.when(jnp.logical_not(few))(lambda: body(full, SLOTS))
+
+        def wait_until_full(stage: jax.Array) -> None:
+            by_slots(lambda barriers, _: plgpu.barrier_wait(barriers.at[stage]))
+
+        def produce() -> None:
+            if phase != "shrink":
+                # What no copy fills must be finite: wgmma multiplies it with zeros.
+                pl.when((item.blocks < SLOTS) | may_start_empty(config, phase))(lambda: clear_stages(w_s))
+                plgpu.commit_smem()
+            plgpu.warp_map(produce_steps)
+
+        def produce_steps(warp: jax.Array) -> None:
+            """One warp's copies of every step: every WARPS-th block; the last one's are of x, too."""
+
+            def step(i: jax.Array, stage: jax.Array) -> None:
+                is_a = i < shrinks
+                k = part + split * jnp.where(is_a, i, i - shrinks)
+                pl.when(i >= stages)(lambda: plgpu.barrier_wait(free.at[stage]))
+                by_slots(functools.partial(copy, stage, is_a, k))
+
+            def copy(stage: jax.Array, is_a: jax.Array, k: jax.Array, barriers: Ref, n_slots: int) -> None:
+                slots = [warp + n for n in range(0, n_slots, WARPS)]
+                item.copy(chunks, chunk_rows(stage), barriers.at[stage], k, is_a, slots=slots)
+                if phase == "expand":
+                    return
+
+                @pl.when(warp == WARPS - 1)
+                def _() -> None:
+                    column = jnp.where(is_a, k, 0) * width
+                    source = x.at[pl.ds(item.row, WINDOW), pl.ds(column, width)]
+                    copy_if(source, scratch["x_s"].at[stage], barriers.at[stage], is_a, config)
+
+            loop(jnp.int32(0), total, step)
+            loop(jnp.maximum(total - stages, 0), total, lambda _, stage: plgpu.barrier_wait(free.at[stage]))
+
+        def shrink() -> jax.Array:
+            def steps(acc: Ref) -> None:
+                def step(_: jax.Array, stage: jax.Array) -> None:
+                    wait_until_full(stage)
+                    plgpu.wgmma(acc, chunk_rows(stage), scratch["x_s"].at[stage].T)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[stage])
+
+                loop(jnp.int32(0), shrinks, step)
+
+            return accumulate((RANKS, WINDOW), steps)
+
+        def expand(h: jax.Array, y: Ref) -> None:
+            h_s, d_s = scratch["h_s"], scratch["d_s"]
+            r = iota((RANKS, WINDOW), 0)
+            t = lax.rem(iota((SWIZZLE, tokens), 1), WINDOW)
+            found = [t == jnp.where(n < item.count, item.token(n), -1) for n in range(WINDOW)]
+            own = functools.reduce(jnp.logical_or, found)
+            for m in range(n_modules):
+                mine = (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
+                h_s.at[pl.ds(WINDOW * m, WINDOW)].T[...] = jnp.where(mine, h, 0.0).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+
+            def step(i: jax.Array, stage: jax.Array) -> None:
+                k = part + split * (i - shrinks)
+                wait_until_full(stage)
+
+                def multiply(*accs: Ref) -> list[jax.Array]:
+                    for c, acc in enumerate(accs):
+                        w = chunk_rows(stage).at[:, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
+                        plgpu.wgmma(acc, w.T, h_s.T)
+                    return [acc[...] for acc in accs]
+
+                acc = plgpu.ACC((SWIZZLE, tokens), jnp.float32)
+                deltas = pl.run_scoped(multiply, *[acc] * pieces)
+                plgpu.barrier_arrive(free.at[stage])
+                # The last chunk of this buffer of d_s has left it.
+                plgpu.wait_smem_to_gmem(config.deltas - 1, wait_read_only=True)
+                buffer = pieces * tokens * lax.rem(i, config.deltas)
+                at_once = item.count >= config.whole_window
+                pl.when(at_once)(lambda: store(deltas, buffer, masked=True))
+                pl.when(jnp.logical_not(at_once))(lambda: store(deltas, buffer, masked=False))
+                plgpu.commit_smem()
+                if config.interpret is None:  # whose warps could not add as `add_to_memory` does
+                    plgpu.warp_map(lambda warp: add_modules(k, buffer, [warp], warp < pieces))
+                else:
+                    add_modules(k, buffer, range(pieces), True)
+                plgpu.commit_smem_to_gmem_group()
+
+            def store(deltas: list[jax.Array], buffer: jax.Array, *, masked: bool) -> None:
+                for c, delta in enumerate(deltas):
+                    if masked:  # an adapter's NaNs stay with its tokens
+                        delta = jnp.where(own, delta, 0.0)
+                    d_s.at[pl.ds(buffer + tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
+
+            def add_modules(
+                k: jax.Array, buffer: jax.Array, parts: Sequence[jax.Array | int], some: jax.Array | bool
+            ) -> None:
+                for m in range(n_modules):
+
+                    @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]) & some)
+                    def _(m: int = m) -> None:
+                        add(m, k, buffer, parts)
+
+            def add(m: int, k: jax.Array, buffer: jax.Array, parts: Sequence[jax.Array | int]) -> None:
+                @pl.when(item.count < config.whole_window)
+                def _() -> None:
+                    def add_token(n: jax.Array, _: None) -> None:
+                        add_rows(m, k, buffer, parts, item.token(n), 1)
+
+                    lax.fori_loop(0, item.count, add_token, None)
+
+                @pl.when(item.count >= config.whole_window)
+                def _() -> None:
+                    add_rows(m, k, buffer, parts, 0, WINDOW)  # zeros where the tokens are another item's
+
+            def add_rows(
+                m: int,
+                k: jax.Array,
+                buffer: jax.Array,
+                parts: Sequence[jax.Array | int],
+                t: jax.Array | int,
+                count: int,
+            ) -> None:
+                for c in parts:
+                    column = config.columns[m] + k * width + SWIZZLE * c
+                    source = d_s.at[pl.ds(buffer + tokens * c + WINDOW * m + t, count)]
+                    add_to_memory(source, y.at[pl.ds(item.row + t, count), pl.ds(column, SWIZZLE)], config)
+
+            loop(shrinks, total, step)
+            plgpu.wait_smem_to_gmem(0)
+
+        def consume() -> None:
+            if phase == "expand":
+                expand(sum_parts(x, split, pl.ds(index * RANKS, RANKS)), out)
+            elif phase == "shrink":
+                out[part, pl.ds(index * RANKS, RANKS)] = shrink()
+            else:
+                expand(shrink(), out)
+
+        worker = lax.axis_index("worker")
+        pl.when((item.blocks > 0) & (worker == 0))(consume)
+        pl.when((item.blocks > 0) & (worker == 1))(produce)
+
+    bf16, reads_x = jnp.bfloat16, phase != "expand"
+    scratch = {
+        "w_s": plgpu.SMEM((RING_ROWS, width), bf16, transforms=OPERAND),
+        "full_s": plgpu.Barrier(num_arrivals=SLOTS + reads_x, num_barriers=config.stages),
+        "few_full_s": plgpu.Barrier(num_arrivals=FEW + reads_x, num_barriers=config.stages),
+        "free_s": plgpu.Barrier(num_barriers=config.stages),
+    }
+    if reads_x:
+        scratch["x_s"] = plgpu.SMEM((config.stages, WINDOW, width), bf16, transforms=OPERAND)
+    if phase != "shrink":
+        scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
+        rows = config.deltas * pieces * tokens  # (w/64, m, t), w of 64
+        scratch["d_s"] = plgpu.SMEM((rows, SWIZZLE), bf16, transforms=ROWS)
+    out_type = jax.ShapeDtypeStruct((split, nd * RANKS, WINDOW), jnp.float32) if phase == "shrink" else ()
+
+    def body(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, **scratch: Ref) -> None:
+        decode(x, chunks, items, pages, layer, out, scratch)
+
+    body.__name__ = f"lora_decode_{phase}"
+    return lora_kernel(body, config, 2, out_type=out_type, grid=(nd, split), scratch_types=scratch)

@@ -37,7 +37,7 @@ SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, barriers aside
 CHUNK_COST = 2  # of a chunk, and
 ITEM_COST = 2  # of an item beside its chunks (q, the first scores, the output), in one unit
 MIN_CHUNKS = 2  # of a stretch: a shorter one costs more to merge than it saves
-MERGE_AHEAD = 4  # parts of an item that are loaded at once, after its first two
+MERGE_ELEMS = 8192  # of parts of an item that are loaded at once, after its first two: 64 registers a thread
 STRETCH = 11  # numbers of a stretch in a plan; its first chunk's pages may follow
 MAX_GROUP = 16
 Merge = Literal["after", "after_f32", "inside", "peek"]
@@ -352,12 +352,13 @@ def _add_parts(z: _Shape, parts: list[_Part]) -> _Part:
 def _merged(z: _Shape, parts: Any, sums: Any, block: Any, more: Any) -> tuple[Any, Any]:
     """An item's sum of weighted values [e, rows] and sum of weights [rows], of its parts in their order."""
     part = functools.partial(_load_part, z, parts, sums, block, more)
+    ahead = MERGE_ELEMS // (z.rows * 128)  # as many of head_dim 64
 
     def further(n: Any, carry: _Part) -> _Part:
-        return _add_parts(z, [carry, *(part(2 + n * MERGE_AHEAD + at) for at in range(MERGE_AHEAD))])
+        return _add_parts(z, [carry, *(part(2 + n * ahead + at) for at in range(ahead))])
 
     first = _add_parts(z, [part(jnp.int32(n)) for n in (0, 1)])  # few items have more
-    rounds = lax.div(more - 2 + MERGE_AHEAD, MERGE_AHEAD)
+    rounds = lax.div(more - 2 + ahead, ahead)
     acc, _, total = lax.fori_loop(0, rounds, further, first)
     return acc, total
 

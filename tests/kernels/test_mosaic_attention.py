@@ -94,7 +94,7 @@ def assert_close(got: jax.Array, want: np.ndarray) -> None:
         ([33, 3, 0, 64, 130], 8, 2, 64, 16, 3),  # GQA 4, head_dim 64
         ([130, 65, 64], 3, 3, 128, 32, 4),  # MHA
         ([200], 16, 1, 64, 64, 4),  # a group of 16; one sequence over all blocks
-        ([970, 5], 3, 1, 128, 8, 8),  # an item of many parts
+        ([970, 5], 12, 1, 128, 8, 8),  # an item of many parts, more than are loaded at once
         ([257, 1], 7, 1, 64, 16, 1),  # an odd group; one block
         ([0, 0], 2, 1, 64, 16, 2),  # padding alone
     ],

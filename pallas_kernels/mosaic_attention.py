@@ -51,7 +51,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of a vector, one value a column of a pr
 class DecodePlan(NamedTuple):
     """How the chunks of a batch are dealt to blocks; the same for every layer of a step."""
 
-    walk: jax.Array  # i32[b * 2] sequences that have context, in order, each with its length
+    walk: jax.Array  # i32[b * 2] sequences that have context, in order, each with its length; then zeros
     # i32[blocks * STRETCH] where a stretch starts (index into walk, KV head, chunk), its chunks; the
     # sequence that it starts in and its length, and those of the next, which save the first copies loads;
     # the block in which its first item begins, and how many after it go on with that; as many for its last
@@ -73,7 +73,8 @@ def plan_decode(
     # Sums over b x b comparisons, each one fusion, where sorts, scans and scatters would be several.
     rank = jnp.sum((steps > 0) & (order < order[:, None]), axis=1, dtype=jnp.int32)
     place = jnp.where(steps > 0, rank, b)  # among the sequences that have context
-    seqs = jnp.sum(jnp.where(place == order[:, None], order, 0), axis=1, dtype=jnp.int32)
+    here = place == order[:, None]
+    seqs, lens = (jnp.sum(jnp.where(here, x, 0), axis=1, dtype=jnp.int32) for x in (order, kv_len))
     chunks = jnp.sum(jnp.where(place <= order[:, None], steps, 0), axis=1, dtype=jnp.int32) * n_kv
     ends = jnp.minimum(order + 1, jnp.sum(steps > 0)) * n_kv * item_cost + chunks * CHUNK_COST
     total = ends[-1]
@@ -82,30 +83,24 @@ def plan_decode(
     # Borders of stretches, the last one's end too: the chunk at or after so much cost.
     border = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * quota, total)
     j = jnp.minimum(jnp.sum(ends <= border[:, None], axis=1, dtype=jnp.int32), b - 1)
-    n = jnp.maximum(steps[seqs[j]], 1)
+    n = jnp.maximum((lens[j] + chunk - 1) // chunk, 1)
     cost = n * CHUNK_COST + item_cost
     offset = border - (ends[j] - cost * n_kv)
     head, rest = offset // cost, offset % cost
     i = jnp.where(rest > 0, jnp.maximum((rest - item_cost + CHUNK_COST - 1) // CHUNK_COST, 1), 0)
     line = jnp.where(border < total, chunks[j] - (n_kv - head) * n + i, chunks[-1])  # chunks before
+    # An item begins in the stretch of its first cost, and ends in that of the cost before its last chunk.
+    owner = (border - rest) // quota
+    more = jnp.where(n > 1, (border - rest + cost - CHUNK_COST) // quota - owner, 0)
     head, i = jnp.where(i < n, head, head + 1), jnp.where(i < n, i, 0)
     j, head = jnp.where(head < n_kv, j, jnp.minimum(j + 1, b - 1)), jnp.where(head < n_kv, head, 0)
-    count = line[1:] - line[:-1]
-    seq = seqs[j]
-    # Block c owns the merge of the item at its end when block c + 1 starts inside an item that starts in c.
-    owns = (border[1:] < total) & (i[1:] > 0) & (i[1:] <= count)
-    item, end = seq[1:] * n_kv + head[1:], line[1:] + steps[seq[1:]] - i[1:]
-    goes_on = (line[:-1] >= line[1:, None]) & (line[:-1] < end[:, None])
-    after = jnp.where(owns, jnp.sum(goes_on, axis=1, dtype=jnp.int32), 0)
-    merge = jnp.stack([item, after], axis=1)
-    owner = jnp.sum(line[1:] <= (line - i)[:-1, None], axis=1, dtype=jnp.int32)
-    owner = jnp.minimum(owner, blocks - 1)  # of stretches beyond the end, which have no item
-    walk = jnp.stack([seqs, kv_len[seqs]], axis=1)
-    first, following = walk[j[:-1]], walk[jnp.minimum(j[:-1] + 1, b - 1)]
-    numbers = jnp.stack([x[:-1] for x in (j, head, i)] + [count], axis=1)
-    cut = jnp.stack([owner, after[owner], after], axis=1)
-    stretch = jnp.concatenate([numbers, first, following, cut], axis=1)
-    return DecodePlan(*(x.reshape(-1).astype(jnp.int32) for x in (walk, stretch, merge)))
+    begins_before_end = (border < total) & (i > 0) & (owner == jnp.arange(-1, blocks, dtype=jnp.int32))
+    last = jnp.where(begins_before_end, more, 0)[1:]
+    merge = jnp.stack([seqs[j[1:]] * n_kv + head[1:], last], axis=1)
+    sequences = [x[at] for at in (j, jnp.minimum(j + 1, b - 1)) for x in (seqs, lens)]
+    numbers = (j, head, i, line[1:] - line[:-1], *sequences, owner, more, last)
+    stretch = jnp.stack([x[:blocks] for x in numbers], axis=1)
+    return DecodePlan(*(x.reshape(-1) for x in (jnp.stack([seqs, lens], axis=1), stretch, merge)))
 
 
 def with_first_pages(plan: DecodePlan, page_table: jax.Array, *, pages: int) -> DecodePlan:

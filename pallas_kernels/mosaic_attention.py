@@ -5,7 +5,7 @@ All chunks of a batch, one item after another, are one line, and each of a fixed
 stretch of it of equal cost. So they finish together whatever the lengths are, long contexts and small
 batches split by themselves, and copies run ahead over the ends of items: memory is never idle. An item
 inside one stretch is written to the output; one that a stretch's border cuts leaves partial softmaxes, which
-a second small kernel merges. A thread block has two warpgroups that multiply, and one whose warps follow the
+a second small kernel merges (or whoever stores the last of them: `merge`). A thread block has two warpgroups that multiply, and one whose warps follow the
 page table and copy for them.
 
 Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So
@@ -710,6 +710,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         def finish_bf16(
             block: Any, acc: Any, top: Any, total: Any, item: Any, begins: Any, whole: Any
         ) -> None:
+            """The same for `merge="after"`: outputs, and what rounding leaves of them."""
             acc = acc / spread(total, e)
             high = acc.astype(bf16)
             plgpu.wait_smem_to_gmem(0)

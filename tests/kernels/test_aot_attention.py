@@ -80,8 +80,10 @@ def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
         assert report.spill_bytes == 0, report
 
 
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("merge", ["after", "after_f32", "inside", "peek"])
+@pytest.mark.parametrize(
+    ("merge", "early"),
+    [("after", True), ("after_f32", False), ("inside", False), ("peek", False), ("peek", True)],
+)
 @pytest.mark.parametrize(("h", "n_kv", "e"), [(32, 8, 128), (16, 1, 128), (14, 2, 64)])
 def test_tunings_of_decode_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h: int, n_kv: int, e: int, merge: Any, early: bool

@@ -172,8 +172,8 @@ def decode_attention(
     chunk: int | None = None,
     item_cost: int = ITEM_COST,
     auto_barriers: bool = False,
-    merge: Merge = "after",
-    early: bool = False,
+    merge: Merge = "inside",
+    early: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.

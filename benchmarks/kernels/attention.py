@@ -88,7 +88,7 @@ def decode(
         want = reference(q[row : row + 1], pool, 1, table[row], lens[row : row + 1] - 1, n_kv, page_tokens)
         error = max(error, relative_error(out[row : row + 1], want))
     assert error < TOLERANCE, f"relative error {error:.1e}"
-    seconds = seconds_per_call(step, q, pool, table, lens, calls=16)
+    seconds = seconds_per_call(step, q, pool, table, lens, calls=32)
     moved = int(kv_len.sum()) * n_kv * head_dim * 2 * 2
     extra: dict[str, Any] = {
         "us": round(seconds * 1e6, 1),

@@ -5,7 +5,7 @@ All chunks of a batch, one item after another, are one line, and each of a fixed
 stretch of it of equal cost. So they finish together whatever the lengths are, long contexts and small
 batches split by themselves, and copies run ahead over the ends of items: memory is never idle. An item
 inside one stretch is written to the output; one that a stretch's border cuts leaves partial softmaxes, which
-a second small kernel merges. A thread block has two warpgroups that multiply, and one whose warps follow the
+a second small kernel merges (or whoever stores the last of them: `merge`). A thread block has two warpgroups that multiply, and one whose warps follow the
 page table and copy for them.
 
 Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So
@@ -19,13 +19,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 BLOCKS = 264  # stretches: two on each of an H100's or H200's 132 multiprocessors
 CONSUMERS = 2  # warpgroups of a thread block that multiply, each with a stretch of its own
@@ -34,7 +37,10 @@ SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, barriers aside
 CHUNK_COST = 2  # of a chunk, and
 ITEM_COST = 2  # of an item beside its chunks (q, the first scores, the output), in one unit
 MIN_CHUNKS = 2  # of a stretch: a shorter one costs more to merge than it saves
+MERGE_ELEMS = 8192  # of parts of an item that are loaded at once, after its first two: 64 registers a thread
+STRETCH = 11  # numbers of a stretch in a plan; its first chunk's pages may follow
 MAX_GROUP = 16
+Merge = Literal["after", "after_f32", "inside", "peek"]
 NO_SCORE = -1e30
 LOG2E = math.log2(math.e)
 # What wgmma reads.
@@ -45,13 +51,13 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of a vector, one value a column of a pr
 class DecodePlan(NamedTuple):
     """How the chunks of a batch are dealt to blocks; the same for every layer of a step."""
 
-    seqs: jax.Array  # i32[b] sequences that have context, in order
-    # i32[blocks * 6] where a stretch starts (index into seqs, KV head, chunk), its chunks; then the
-    # sequence that it starts in and its length, which save the first copies two loads
+    walk: jax.Array  # i32[b * 2] sequences that have context, in order, each with its length; then zeros
+    # i32[blocks * STRETCH] where a stretch starts (index into walk, KV head, chunk), its chunks; the
+    # sequence that it starts in and its length, and those of the next, which save the first copies loads;
+    # the block in which its first item begins, and how many after it go on with that; as many for its last
     stretch: jax.Array
-    merge: (
-        jax.Array
-    )  # i32[blocks * 2] the item cut by its end, if cut first there, and the blocks after it that go on
+    # i32[blocks * 2] the item cut by its end, if cut first there, and the blocks after it that go on
+    merge: jax.Array
 
 
 def plan_decode(
@@ -67,7 +73,8 @@ def plan_decode(
     # Sums over b x b comparisons, each one fusion, where sorts, scans and scatters would be several.
     rank = jnp.sum((steps > 0) & (order < order[:, None]), axis=1, dtype=jnp.int32)
     place = jnp.where(steps > 0, rank, b)  # among the sequences that have context
-    seqs = jnp.sum(jnp.where(place == order[:, None], order, 0), axis=1, dtype=jnp.int32)
+    here = place == order[:, None]
+    seqs, lens = (jnp.sum(jnp.where(here, x, 0), axis=1, dtype=jnp.int32) for x in (order, kv_len))
     chunks = jnp.sum(jnp.where(place <= order[:, None], steps, 0), axis=1, dtype=jnp.int32) * n_kv
     ends = jnp.minimum(order + 1, jnp.sum(steps > 0)) * n_kv * item_cost + chunks * CHUNK_COST
     total = ends[-1]
@@ -76,24 +83,36 @@ def plan_decode(
     # Borders of stretches, the last one's end too: the chunk at or after so much cost.
     border = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * quota, total)
     j = jnp.minimum(jnp.sum(ends <= border[:, None], axis=1, dtype=jnp.int32), b - 1)
-    n = jnp.maximum(steps[seqs[j]], 1)
+    n = jnp.maximum((lens[j] + chunk - 1) // chunk, 1)
     cost = n * CHUNK_COST + item_cost
     offset = border - (ends[j] - cost * n_kv)
     head, rest = offset // cost, offset % cost
     i = jnp.where(rest > 0, jnp.maximum((rest - item_cost + CHUNK_COST - 1) // CHUNK_COST, 1), 0)
     line = jnp.where(border < total, chunks[j] - (n_kv - head) * n + i, chunks[-1])  # chunks before
+    # An item begins in the stretch of its first cost, and ends in that of the cost before its last chunk.
+    owner = (border - rest) // quota
+    more = jnp.where(n > 1, (border - rest + cost - CHUNK_COST) // quota - owner, 0)
     head, i = jnp.where(i < n, head, head + 1), jnp.where(i < n, i, 0)
     j, head = jnp.where(head < n_kv, j, jnp.minimum(j + 1, b - 1)), jnp.where(head < n_kv, head, 0)
-    count = line[1:] - line[:-1]
-    seq = seqs[j]
-    stretch = jnp.stack([x[:-1] for x in (j, head, i)] + [count, seq[:-1], kv_len[seq[:-1]]], axis=1)
-    # Block c owns the merge of the item at its end when block c + 1 starts inside an item that starts in c.
-    owns = (border[1:] < total) & (i[1:] > 0) & (i[1:] <= count)
-    item, end = seq[1:] * n_kv + head[1:], line[1:] + steps[seq[1:]] - i[1:]
-    goes_on = (line[:-1] >= line[1:, None]) & (line[:-1] < end[:, None])
-    after = jnp.where(owns, jnp.sum(goes_on, axis=1, dtype=jnp.int32), 0)
-    merge = jnp.stack([item, after], axis=1)
-    return DecodePlan(seqs, stretch.reshape(-1).astype(jnp.int32), merge.reshape(-1).astype(jnp.int32))
+    begins_before_end = (border < total) & (i > 0) & (owner == jnp.arange(-1, blocks, dtype=jnp.int32))
+    last = jnp.where(begins_before_end, more, 0)[1:]
+    merge = jnp.stack([seqs[j[1:]] * n_kv + head[1:], last], axis=1)
+    sequences = [x[at] for at in (j, jnp.minimum(j + 1, b - 1)) for x in (seqs, lens)]
+    numbers = (j, head, i, line[1:] - line[:-1], *sequences, owner, more, last)
+    stretch = jnp.stack([x[:blocks] for x in numbers], axis=1)
+    return DecodePlan(*(x.reshape(-1) for x in (jnp.stack([seqs, lens], axis=1), stretch, merge)))
+
+
+def with_first_pages(plan: DecodePlan, page_table: jax.Array, *, pages: int) -> DecodePlan:
+    """The plan with the page ids of each stretch's first chunk, of `pages` pages, behind its numbers.
+
+    Zeros fill a stretch up to whole 64 bytes, so that it lies in as few lines of memory as can be.
+    """
+    stretch = plan.stretch.reshape(-1, STRETCH)
+    column = stretch[:, 2, None] * pages + jnp.arange(pages, dtype=jnp.int32)
+    ids = page_table[stretch[:, 4, None], jnp.minimum(column, page_table.shape[1] - 1)]
+    longer = jnp.concatenate([stretch, ids], axis=1)
+    return plan._replace(stretch=jnp.pad(longer, ((0, 0), (0, -longer.shape[1] % 16))).reshape(-1))
 
 
 class _Shape(NamedTuple):
@@ -113,6 +132,8 @@ class _Shape(NamedTuple):
     chunk: int
     scale: float
     auto_barriers: bool
+    merge: Merge
+    early: bool
 
     @property
     def rows(self) -> int:
@@ -123,6 +144,16 @@ class _Shape(NamedTuple):
     def pages(self) -> int:
         """Pages of a chunk."""
         return self.chunk // self.page_tokens
+
+    @property
+    def inside(self) -> bool:
+        """Whether the first kernel merges parts itself."""
+        return self.merge in ("inside", "peek")
+
+    @property
+    def stretch(self) -> int:
+        """Numbers of a stretch in the plan."""
+        return pl.cdiv(STRETCH + self.pages, 16) * 16 if self.early else STRETCH
 
 
 def decode_attention(
@@ -141,6 +172,8 @@ def decode_attention(
     chunk: int | None = None,
     item_cost: int = ITEM_COST,
     auto_barriers: bool = False,
+    merge: Merge = "inside",
+    early: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -149,6 +182,14 @@ def decode_attention(
     the query's own token included (0: a padding row, whose output is 0). Query head h reads KV head
     h // (h / n_kv). Products of bf16, sums in float32; weights are rounded to bf16 before they meet V.
     Returns bf16 [s, h, e]. Raises ValueError where the shapes are beyond the kernel's limits.
+
+    Tunings beside sizes: `merge` says who adds the parts of an item that a stretch's border cuts: a second
+    kernel, from parts that are bf16 twice ("after") or float32 ("after_f32"), or the stretch that stores
+    the last of them, in this kernel ("inside"); with "peek" the stretch in which an item of two parts begins
+    looks first whether the other part is there, and then need not store its own. The bits of an output do
+    not depend on which came last. The interpreter has no atomics: there the last two are "after_f32". With
+    `early` a stretch's first copies need one load before them instead of two, and the place of the next
+    sequence is loaded an item ahead.
     """
     s, h, e = q.shape
     chunk = chunk or CHUNK_ELEMS // (128 if e == 128 else 64)
@@ -159,6 +200,8 @@ def decode_attention(
         )
     if consumers not in (1, 2) or blocks < 1 or blocks % consumers:
         raise ValueError(f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2)")
+    if merge not in get_args(Merge):
+        raise ValueError(f"merge {merge!r} must be one of {', '.join(get_args(Merge))}")
     most = _stages(consumers, chunk, e, _query_rows(h // n_kv))
     stages = stages or most
     if not 1 <= stages <= most:
@@ -179,25 +222,37 @@ def decode_attention(
         chunk=chunk,
         scale=scale,
         auto_barriers=auto_barriers,
+        merge="after_f32" if merge in ("inside", "peek") and interpret is not None else merge,
+        early=early,
     )
     plan = plan_decode(
         kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS, item_cost=item_cost
     )
+    if early:
+        plan = with_first_pages(plan, page_table, pages=shape.pages)
     rows = pool.reshape(n_layers * n_pages * 2 * n_kv * page_tokens, e)
     if shape.stride > shape.group:  # as 3 heads: none may lie on both sides of a tile's border
         q = jnp.pad(q.reshape(s, n_kv, -1, e), ((0, 0), (0, 0), (0, shape.stride - shape.group), (0, 0)))
-    out, parts, lse = _attend_kernel(shape, interpret)(
+    out, parts, sums = _attend_kernel(shape, interpret)(
         jnp.asarray(layer, jnp.int32).reshape(1),
         plan.stretch,
-        plan.seqs,
+        plan.walk,
         kv_len,
         page_table.reshape(-1),
         whole_tiles(q.reshape(-1, e)),
         rows,
+        *([jax.new_ref(jnp.zeros(blocks, jnp.int32))] if shape.inside else []),
     )
-    ref = jax.new_ref(out.reshape(-1))
-    _merge_kernel(shape, interpret)(plan.merge, parts.reshape(-1), lse, ref)
-    return jax.freeze(ref).reshape(s, h, e)
+    if shape.merge == "after":
+        ref = jax.new_ref(out.reshape(-1))
+        _merge_kernel(shape, interpret)(plan.merge, parts.reshape(-1), sums, ref)
+        out = jax.freeze(ref)
+    elif shape.merge == "after_f32":
+        ref = jax.new_ref(out)
+        _merge_f32_kernel(shape, interpret)(plan.merge, parts, sums, ref)
+        out = jax.freeze(ref)
+    attended: jax.Array = out.reshape(s, h, e)
+    return attended
 
 
 def _query_rows(group: int) -> int:
@@ -265,9 +320,115 @@ def transposed(x: jax.Array) -> jax.Array:
     return cast
 
 
+_Part = tuple[Any, Any, Any]  # [e, rows] sum of weighted values, [rows] largest score, [rows] sum of weights
+
+
+def _load_part(z: _Shape, parts: Any, sums: Any, block: Any, more: Any, n: Any) -> _Part:
+    """Part n of the `more` + 1 of the item that begins in stretch `block`; beyond them one of no weight.
+
+    parts f32[blocks * 2, e, rows], sums f32[blocks * 2 * 2 * rows] as `_attend_kernel` stores them.
+    """
+    part = jnp.where(n == 0, block * 2 + 1, (block + jnp.minimum(n, more)) * 2)
+    acc = plgpu.load(parts.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
+    top, total = (
+        plgpu.load(sums.at[pl.ds((part * 2 + at) * z.rows, z.rows)], layout=COLUMN, optimized=False)
+        for at in (0, 1)
+    )
+    return acc, top + jnp.where(n <= more, 0.0, NO_SCORE), total
+
+
+def _add_parts(z: _Shape, parts: list[_Part]) -> _Part:
+    new = functools.reduce(jnp.maximum, [top for _, top, _ in parts])
+    shrink = [jnp.exp2(top - new) for _, top, _ in parts]
+    acc = sum(acc * spread(s, z.e) for (acc, _, _), s in zip(parts, shrink, strict=True))
+    return acc, new, sum(total * s for (_, _, total), s in zip(parts, shrink, strict=True))
+
+
+def _merged(z: _Shape, parts: Any, sums: Any, block: Any, more: Any) -> tuple[Any, Any]:
+    """An item's sum of weighted values [e, rows] and sum of weights [rows], of its parts in their order."""
+    part = functools.partial(_load_part, z, parts, sums, block, more)
+    ahead = MERGE_ELEMS // (z.rows * 128)  # as many of head_dim 64
+
+    def further(n: Any, carry: _Part) -> _Part:
+        return _add_parts(z, [carry, *(part(2 + n * ahead + at) for at in range(ahead))])
+
+    first = _add_parts(z, [part(jnp.int32(n)) for n in (0, 1)])  # few items have more
+    rounds = lax.div(more - 2 + ahead, ahead)
+    acc, _, total = lax.fori_loop(0, rounds, further, first)
+    return acc, total
+
+
+def _arrive(counter: Any, others: Any) -> Any:
+    """Count this warpgroup's stores as one of `others` + 1; i32: 1 for the last, which then sees all stores.
+
+    counter: a reference to one i32 in global memory, 0 before the first.
+    """
+    return _ask_counter(
+        """{
+        .reg .pred one, last;
+        .reg .b32 before;
+        setp.ne.u32 one, $3, 0;
+        mov.b32 before, 0xffffffff;
+        @one atom.acq_rel.gpu.global.add.u32 before, [$1], 1;
+        setp.eq.u32 last, before, $2;
+        barrier.cta.red.or.pred last, $4, 128, last;
+        selp.u32 $0, 1, 0, last;
+        }""",
+        counter,
+        others,
+    )
+
+
+def _arrived(counter: Any, wanted: Any) -> Any:
+    """i32: 1 where `wanted` is 1 and one has arrived at the counter, whose stores are then seen."""
+    return _ask_counter(
+        """{
+        .reg .pred one, there;
+        .reg .b32 count;
+        setp.ne.u32 one, $3, 0;
+        setp.ne.and.u32 one, $2, 0, one;
+        mov.b32 count, 0;
+        @one ld.acquire.gpu.global.u32 count, [$1];
+        setp.eq.u32 there, count, 1;
+        barrier.cta.red.or.pred there, $4, 128, there;
+        selp.u32 $0, 1, 0, there;
+        }""",
+        counter,
+        wanted,
+    )
+
+
+def _ask_counter(ptx: str, counter: Any, value: Any) -> Any:
+    """i32 $0 of PTX that all threads of a warpgroup run after a barrier, which orders what they did before.
+
+    $1 is the counter's address, $2 the value, $3 whether the thread is the one to ask, $4 the barrier.
+    """
+    inline: Any = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+
+    def ask(_: Any, counter: Any, value: Any) -> Any:
+        i32, utils = ir.IntegerType.get_signless(32), mgpu.utils
+        utils.warpgroup_barrier()
+        answer = utils.inline_ptx(
+            ptx,
+            utils.memref_ptr(counter),
+            value.registers.flat[0],
+            arith.extui(i32, utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)),
+            utils.warpgroup_barrier_idx(sync=False),
+            result_types=i32,
+            has_side_effects=True,
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
+
+    return inline(ask)(counter, value)
+
+
 @functools.cache
 def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
-    """The kernel from (layer, stretch, seqs, kv_len, table, q, pool rows) to (out, partial outputs, lse)."""
+    """The kernel from (layer, stretch, walk, kv_len, table, q, pool rows) to (out, parts, their sums)."""
     z, e, chunk, stages, group = shape, shape.e, shape.chunk, shape.stages, shape.group
     bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -276,15 +437,20 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
     def decode(
         layer: Any,  # i32[1]
-        stretch: Any,  # i32[blocks * 6]
-        seqs: Any,  # i32[b]
+        stretch: Any,  # i32[blocks * z.stretch]
+        walk: Any,  # i32[b * 2]
         kv_len: Any,  # i32[b]
         table: Any,  # i32[b * m]
         q: Any,  # bf16[b * n_kv * stride, e]
         pool: Any,  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
-        out: Any,  # bf16[b * h, e]
-        parts: Any,  # bf16[blocks * 2 * 2 * rows, e] what rounding leaves of it comes in a second part
-        lse: Any,  # f32[blocks * 2 * rows] log2 of the sum of exp2 of scores
+        # Where parts are merged inside: counters i32[blocks] of the parts stored of the item that begins in
+        # a stretch, 0 at first. Then, in any case,
+        # out bf16[b * h, e];
+        # parts bf16[blocks * 2 * 2 * rows, e] outputs, and below each what rounding left of it, or
+        # f32[blocks * 2, e, rows] sums of weighted values;
+        # sums f32[blocks * 2 * rows] log2 of the sum of exp2 of scores, or
+        # f32[blocks * 2 * 2 * rows] the largest score, then the sum of weights.
+        *refs: Any,
         q_s: Any,  # bf16[consumers, stages, rows, e]
         k_s: Any,  # bf16[consumers, stages, chunk, e]
         v_s: Any,
@@ -297,13 +463,22 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         k_free: Any,
         v_free: Any,
     ) -> None:
+        *counters, out, parts, sums = refs
         wg = lax.axis_index("wg")
         first_block = lax.axis_index("block") * z.consumers
 
         def read(j: Any) -> tuple[Any, Any]:
             """Sequence j of those that have context, and its length."""
-            seq = seqs[jnp.minimum(j, z.batch - 1)]
-            return seq, kv_len[seq]
+            at = jnp.minimum(j, z.batch - 1) * 2
+            seq = walk[at]
+            return seq, walk[at + 1] if z.early else kv_len[seq]
+
+        def move(to: Any, j: Any, seq: Any, n: Any, following: Any) -> tuple[Any, Any, Any]:
+            """From sequence j, its number and length, to j or the next: `following` is that one's already."""
+            if not z.early:
+                return *read(to), following
+            seq, n = (jnp.where(to == j, x, y) for x, y in zip((seq, n), following, strict=True))
+            return seq, n, read(to + 1)
 
         def after(j: Any, head: Any, i: Any, n: Any) -> tuple[Any, Any, Any]:
             """What follows chunk i of KV head `head` of sequence j, of length n."""
@@ -313,8 +488,13 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             return jnp.where(last, j + 1, j), head, jnp.where(ends, 0, i + 1)
 
         def begin(block: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-            j, head, i, count = (stretch[block * 6 + n] for n in range(4))
+            j, head, i, count = (stretch[block * z.stretch + n] for n in range(4))
             return count, (j, head, i)
+
+        def first_sequence(block: Any) -> tuple[Any, Any, Any]:
+            """What `move` gives for the sequence that a stretch starts in."""
+            seq, n, *following = (stretch[block * z.stretch + at] for at in range(4, 8))
+            return seq, n, tuple(following) if z.early else ()
 
         def load(warp: Any) -> None:
             """One warp's pages of every chunk of one warpgroup's stretch; its first warp copies q too."""
@@ -351,7 +531,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 ]
 
             def step(c: Any, carry: Any) -> Any:
-                (j, head, i), seq, n, ids, segment = carry
+                (j, head, i), (seq, n, following), ids, segment = carry
                 slot = lax.rem(c, stages)
                 opens = (c == 0) | (i == 0)
                 used = c >= stages
@@ -362,14 +542,22 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
                 pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
                 # Loads of the next chunk's place travel while V's stage is awaited.
                 there = after(j, head, i, n)
-                next_seq, next_n = read(there[0])
-                next_ids = page_ids(next_seq, there[2])
+                next_sequence = move(there[0], j, seq, n, following)
+                next_ids = page_ids(next_sequence[0], there[2])
                 pl.when(used)(lambda: plgpu.barrier_wait(v_free.at[to * stages + slot]))
                 pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
-                return there, next_seq, next_n, next_ids, segment + opens.astype(jnp.int32)
+                return there, next_sequence, next_ids, segment + opens.astype(jnp.int32)
 
-            seq, n = (stretch[(first_block + to) * 6 + at] for at in (4, 5))
-            lax.fori_loop(0, count, step, (start, seq, n, page_ids(seq, start[2]), jnp.int32(0)))
+            sequence = first_sequence(first_block + to)
+            if z.early:
+                first = (first_block + to) * z.stretch + STRETCH + part * pages_each
+                ids = [stretch[first + p] for p in range(pages_each)]
+                # Never true. It has what the first copies need loaded before the first branch, at once.
+                loaded = [*start, sequence[0], sequence[1], *sequence[2], first_page, *ids]
+                count = jnp.where(functools.reduce(jnp.minimum, loaded) == -(2**31), 0, count)
+            else:
+                ids = page_ids(sequence[0], start[2])
+            lax.fori_loop(0, count, step, (start, sequence, ids, jnp.int32(0)))
 
             def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
                 for free in (k_free, v_free):
@@ -393,6 +581,10 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             """A stretch of chunks, item by item."""
             block = first_block + wg
             count, start = begin(block)
+            padding = [block + n * z.blocks for n in range(-(-z.batch // z.blocks))]
+            if z.early:  # at the end these loads would be waited for
+                lengths = [kv_len[jnp.minimum(seq, z.batch - 1)] for seq in padding]
+            cut = [stretch[block * z.stretch + at] for at in (8, 9, 10)] if z.inside else []
 
             def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
                 acc, top, total = carry
@@ -437,33 +629,90 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
             def segment_step(carry: Any) -> Any:
                 """The chunks of one item that lie in this stretch."""
-                c, here, segment = carry
-                j, head, i = here
-                seq, n = read(j)
+                c, (j, head, i), sequence, segment = carry
+                seq, n, following = sequence if z.early else (*read(j), ())
                 steps = lax.div(n + chunk - 1, chunk)
                 length = jnp.minimum(steps - i, count - c)
+                begins, ends = i == 0, i + length == steps
+                other_is_there = jnp.int32(0)
+                if z.merge == "peek":
+                    wanted = begins & jnp.logical_not(ends) & (cut[2] == 1)
+                    other_is_there = _arrived(counters[0].at[block], wanted.astype(jnp.int32))
                 plgpu.barrier_wait(q_bar.at[wg * stages + lax.rem(segment, stages)])
                 acc = plgpu.layout_cast(jnp.zeros((e, z.rows), f32), plgpu.Layout.WGMMA)
                 top = plgpu.layout_cast(jnp.full((z.rows,), NO_SCORE, f32), COLUMN)
                 total = plgpu.layout_cast(jnp.zeros((chunk, z.rows), f32), plgpu.Layout.WGMMA)
                 step = functools.partial(chunk_step, c0=c, n=n, i0=i, segment=segment)
                 acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
-                finish(block, acc, top, total, seq * z.n_kv + head, i == 0, i + length == steps)
-                return c + length, after(j, head, i + length - 1, n), segment + 1
+                item = seq * z.n_kv + head
+                finish(block, acc, top, total, item, begins, ends, cut, other_is_there)
+                there = after(j, head, i + length - 1, n)
+                sequence = move(there[0], j, seq, n, following) if z.early else ()
+                return c + length, there, sequence, segment + 1
 
-            lax.while_loop(lambda carry: carry[0] < count, segment_step, (jnp.int32(0), start, jnp.int32(0)))
-            for n in range(-(-z.batch // z.blocks)):
-                pl.when(block + n * z.blocks < z.batch)(
-                    functools.partial(clear_padding, block + n * z.blocks)
-                )
-            plgpu.wait_smem_to_gmem(0)
+            sequence = first_sequence(block) if z.early else ()
+            carry = (jnp.int32(0), start, sequence, jnp.int32(0))
+            lax.while_loop(lambda carry: carry[0] < count, segment_step, carry)
+            for n, seq in enumerate(padding):
+                if z.early:
+                    pl.when((seq < z.batch) & (lengths[n] == 0))(functools.partial(clear_row, seq))
+                else:
+                    pl.when(seq < z.batch)(functools.partial(clear_padding, seq))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=z.merge != "after")
 
-        def finish(block: Any, acc: Any, top: Any, total: Any, item: Any, begins: Any, ends: Any) -> None:
+        def write(acc: Any, total: Any, item: Any) -> None:
+            """An item's output."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o_s.at[wg].transpose((1, 0))[...] = transposed((acc / spread(total, e)).astype(bf16))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, group)], out.at[pl.ds(item * group, group)])
+
+        def finish(
+            block: Any,
+            acc: Any,
+            top: Any,
+            total: Any,
+            item: Any,
+            begins: Any,
+            ends: Any,
+            cut: list[Any],
+            other_is_there: Any,
+        ) -> None:
             """Write an item's output, or its part here: to slot 0 (goes on from the block before) or 1."""
             total = reduce("add", total)
+            whole = begins & ends
+            if z.merge == "after":
+                finish_bf16(block, acc, top, total, item, begins, whole)
+                return
+            pl.when(whole)(functools.partial(write, acc, total, item))
+
+            @pl.when(other_is_there == 1)
+            def _() -> None:
+                other = _load_part(z, parts, sums, block, jnp.int32(1), jnp.int32(1))
+                merged, _, weights = _add_parts(z, [(acc, top, total), other])
+                write(merged, weights, item)
+
+            @pl.when(jnp.logical_not(whole) & (other_is_there == 0))
+            def _() -> None:
+                part = block * 2 + begins.astype(jnp.int32)
+                parts[part] = acc
+                sums[pl.ds(part * 2 * z.rows, z.rows)] = top
+                sums[pl.ds((part * 2 + 1) * z.rows, z.rows)] = total
+                if z.inside:
+                    owner = jnp.where(begins, block, cut[0])
+                    others = jnp.where(begins, cut[2], cut[1])
+                    last = _arrive(counters[0].at[owner], others)
+
+                    @pl.when(last == 1)
+                    def _() -> None:
+                        write(*_merged(z, parts, sums, owner, others), item)
+
+        def finish_bf16(
+            block: Any, acc: Any, top: Any, total: Any, item: Any, begins: Any, whole: Any
+        ) -> None:
+            """The same for `merge="after"`: outputs, and what rounding leaves of them."""
             acc = acc / spread(total, e)
             high = acc.astype(bf16)
-            whole = begins & ends
             plgpu.wait_smem_to_gmem(0)
             o_s.at[wg].transpose((1, 0))[...] = transposed(high)
             plgpu.commit_smem()
@@ -476,25 +725,25 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
             def _() -> None:
                 part = block * 2 + begins.astype(jnp.int32)
                 plgpu.copy_smem_to_gmem(o_s.at[wg], parts.at[pl.ds(part * 2 * z.rows, z.rows)])
-                lse[pl.ds(part * z.rows, z.rows)] = top + jnp.log(total) * LOG2E
+                sums[pl.ds(part * z.rows, z.rows)] = top + jnp.log(total) * LOG2E
                 plgpu.wait_smem_to_gmem(0)
                 o_s.at[wg].transpose((1, 0))[...] = transposed((acc - high.astype(f32)).astype(bf16))
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(o_s.at[wg], parts.at[pl.ds((part * 2 + 1) * z.rows, z.rows)])
 
         def clear_padding(seq: Any) -> None:
-            """Zeros for a row without context."""
+            """Zeros for a row, if it has no context."""
+            pl.when(kv_len[seq] == 0)(functools.partial(clear_row, seq))
 
-            @pl.when(kv_len[seq] == 0)
-            def _() -> None:
-                plgpu.wait_smem_to_gmem(0)
-                zeros = plgpu.layout_cast(jnp.zeros((e, z.rows), bf16), plgpu.Layout.WGMMA)
-                o_s.at[wg].transpose((1, 0))[...] = transposed(zeros)
-                plgpu.commit_smem()
-                heads = z.n_kv * group
-                for at in range(0, heads, z.rows):
-                    size = min(z.rows, heads - at)
-                    plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, size)], out.at[pl.ds(seq * heads + at, size)])
+        def clear_row(seq: Any) -> None:
+            plgpu.wait_smem_to_gmem(0)
+            zeros = plgpu.layout_cast(jnp.zeros((e, z.rows), bf16), plgpu.Layout.WGMMA)
+            o_s.at[wg].transpose((1, 0))[...] = transposed(zeros)
+            plgpu.commit_smem()
+            heads = z.n_kv * group
+            for at in range(0, heads, z.rows):
+                size = min(z.rows, heads - at)
+                plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, size)], out.at[pl.ds(seq * heads + at, size)])
 
         @pl.when(wg < z.consumers)
         def _() -> None:
@@ -520,13 +769,15 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         "k_free": plgpu.Barrier(num_barriers=each),
         "v_free": plgpu.Barrier(num_barriers=each),
     }
+    if z.merge == "after":
+        parts = jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows, e), bf16)
+        sums = jax.ShapeDtypeStruct((z.blocks * 2 * z.rows,), f32)
+    else:
+        parts = jax.ShapeDtypeStruct((z.blocks * 2, e, z.rows), f32)
+        sums = jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows,), f32)
     return plgpu.kernel(
         decode,
-        out_type=(
-            jax.ShapeDtypeStruct((z.batch * z.n_kv * group, e), bf16),
-            jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows, e), bf16),
-            jax.ShapeDtypeStruct((z.blocks * 2 * z.rows,), f32),
-        ),
+        out_type=(jax.ShapeDtypeStruct((z.batch * z.n_kv * group, e), bf16), parts, sums),
         grid=(z.blocks // z.consumers,),
         grid_names=("block",),
         num_threads=z.consumers + 1,
@@ -612,5 +863,41 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         scratch_types=[plgpu.SMEM((128,), jnp.bfloat16)],
+        interpret=interpret,
+    )
+
+
+@functools.cache
+def _merge_f32_kernel(shape: _Shape, interpret: Any) -> Any:
+    """The kernel that merges float32 parts of items cut by a stretch's border, into their rows of `out`."""
+    z, e = shape, shape.e
+
+    def merge_decode(
+        merge: Any,  # i32[blocks * 2]
+        parts: Any,  # f32[blocks * 2, e, rows]
+        sums: Any,  # f32[blocks * 2 * 2 * rows]
+        out: Any,  # bf16[b * h, e]
+        o_s: Any,  # bf16[rows, e]
+    ) -> None:
+        block = lax.axis_index("block")
+        item, more = merge[block * 2], merge[block * 2 + 1]
+
+        @pl.when(more > 0)
+        def _() -> None:
+            acc, total = _merged(z, parts, sums, block, more)
+            o_s.transpose((1, 0))[...] = transposed((acc / spread(total, e)).astype(jnp.bfloat16))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, z.group)], out.at[pl.ds(item * z.group, z.group)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        merge_decode,
+        out_type=(),
+        grid=(z.blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        scratch_types=[plgpu.SMEM((z.rows, e), jnp.bfloat16)],
         interpret=interpret,
     )

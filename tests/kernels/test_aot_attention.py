@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,40 @@ def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
     assert {r.name.rsplit("_", 1)[0] for r in reports} == {"decode", "merge_decode", "prefill", "write_kv"}
     for report in reports:
         assert report.spill_bytes == 0, report
+
+
+@pytest.mark.parametrize(
+    ("merge", "early"),
+    [("after", True), ("after_f32", False), ("inside", False), ("peek", False), ("peek", True)],
+)
+@pytest.mark.parametrize(("h", "n_kv", "e"), [(32, 8, 128), (16, 1, 128), (14, 2, 64)])
+def test_tunings_of_decode_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h: int, n_kv: int, e: int, merge: Any, early: bool
+) -> None:
+    """No spills; the counters of merging inside are zeroed once for all layers, and never copied."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    aot.prepare(tmp_path)
+    s, pages, layers = 64, 40, 3
+
+    def decode(pool: jax.Array, x: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
+        sizes: Any = {"n_kv": n_kv, "page_tokens": PAGE_TOKENS, "scale": 0.1, "merge": merge, "early": early}
+        for layer in range(layers):
+            x = decode_attention(x, pool, layer, table, lengths, **sizes)
+        return x
+
+    compiled = aot.compile_for_h200(
+        decode,
+        aot.shape((LAYERS, PAGES, 2 * n_kv * PAGE_TOKENS * e), jnp.bfloat16),
+        aot.shape((s, h, e), jnp.bfloat16),
+        aot.shape((s, pages), jnp.int32),
+        aot.shape((s,), jnp.int32),
+    )
+    reports = aot.ptx_reports(tmp_path)
+    names = {r.name.rsplit("_", 1)[0] for r in reports}
+    assert names == ({"decode"} if merge in ("inside", "peek") else {"decode", "merge_decode"})
+    for report in reports:
+        assert report.spill_bytes == 0, report
+    program = compiled.as_text() or ""
+    entry = program[program.index("ENTRY") :]
+    assert len(re.findall(r" fusion\(\), .*broadcast", entry)) == (merge in ("inside", "peek"))
+    assert " copy(" not in entry

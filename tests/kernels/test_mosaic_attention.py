@@ -17,7 +17,13 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from slora_jax.pallas_kernels import mosaic_kv
-from slora_jax.pallas_kernels.mosaic_attention import decode_attention, plan_decode, unsupported
+from slora_jax.pallas_kernels.mosaic_attention import (
+    STRETCH,
+    decode_attention,
+    plan_decode,
+    unsupported,
+    with_first_pages,
+)
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, plan_prefill, prefill_attention
 
@@ -80,6 +86,7 @@ def assert_close(got: jax.Array, want: np.ndarray) -> None:
     assert error < TOLERANCE
 
 
+@pytest.mark.parametrize("tuning", [{}, {"merge": "peek", "early": True}], ids=["default", "tuned"])
 @pytest.mark.parametrize(
     ("lengths", "h", "n_kv", "e", "page_tokens", "blocks"),
     [
@@ -87,11 +94,20 @@ def assert_close(got: jax.Array, want: np.ndarray) -> None:
         ([33, 3, 0, 64, 130], 8, 2, 64, 16, 3),  # GQA 4, head_dim 64
         ([130, 65, 64], 3, 3, 128, 32, 4),  # MHA
         ([200], 16, 1, 64, 64, 4),  # a group of 16; one sequence over all blocks
+        ([970, 5], 12, 1, 128, 8, 8),  # an item of many parts, more than are loaded at once
         ([257, 1], 7, 1, 64, 16, 1),  # an odd group; one block
         ([0, 0], 2, 1, 64, 16, 2),  # padding alone
     ],
 )
-def test_decode(lengths: list[int], h: int, n_kv: int, e: int, page_tokens: int, blocks: int) -> None:
+def test_decode(
+    lengths: list[int],
+    h: int,
+    n_kv: int,
+    e: int,
+    page_tokens: int,
+    blocks: int,
+    tuning: dict[str, Any],
+) -> None:
     rng = np.random.default_rng(0)
     data = paged(rng, lengths, n_kv, e, page_tokens)
     q = random_q(rng, len(lengths), h, e)
@@ -107,6 +123,7 @@ def test_decode(lengths: list[int], h: int, n_kv: int, e: int, page_tokens: int,
         blocks=blocks,
         consumers=2 if blocks % 2 == 0 else 1,
         interpret=INTERPRET,
+        **tuning,
     )
     assert got.shape == q.shape
     assert got.dtype == q.dtype
@@ -124,10 +141,14 @@ def test_plan_deals_every_chunk_once_and_merges_every_cut_item(seed: int) -> Non
     n_kv, chunk, blocks, b = int(rng.integers(1, 5)), 64, int(rng.integers(1, 12)), int(rng.integers(1, 9))
     lengths = rng.integers(0, 400, b) * (rng.random(b) < 0.8)
     plan = plan_decode(jnp.asarray(lengths, jnp.int32), n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=2)
-    seqs, stretch = np.asarray(plan.seqs), np.asarray(plan.stretch).reshape(blocks, 6)
+    walk, stretch = np.asarray(plan.walk).reshape(b, 2), np.asarray(plan.stretch).reshape(blocks, STRETCH)
+    seqs = walk[:, 0]
+    live = np.flatnonzero(lengths)
+    np.testing.assert_array_equal(walk[: len(live)], np.stack([live, lengths[live]], axis=1))
+    assert not walk[len(live) :].any()
     parts: dict[int, list[tuple[int, bool]]] = {}  # item -> its parts: block, whether it begins the item
     seen = set()
-    for block, (j, head, i, count, _, _) in enumerate(stretch):
+    for block, (j, head, i, count, *_) in enumerate(stretch):
         for n in range(count):
             seq = seqs[j]
             item = int(seq * n_kv + head)
@@ -142,6 +163,8 @@ def test_plan_deals_every_chunk_once_and_merges_every_cut_item(seed: int) -> Non
     steps = -(-lengths // chunk)
     assert seen == {(s * n_kv + k, i) for s in range(b) for k in range(n_kv) for i in range(steps[s])}
     assert stretch[:, 3].sum() == len(seen)
+    np.testing.assert_array_equal(stretch[:, 4:6], walk[stretch[:, 0]])
+    np.testing.assert_array_equal(stretch[:, 6:8], walk[np.minimum(stretch[:, 0] + 1, b - 1)])
     cut = {item: where for item, where in parts.items() if len(where) > 1}
     merges = {
         int(item): (block, int(after))
@@ -150,6 +173,23 @@ def test_plan_deals_every_chunk_once_and_merges_every_cut_item(seed: int) -> Non
     }
     assert merges == {item: (where[0][0], len(where) - 1) for item, where in cut.items()}
     assert all(begins == (n == 0) for where in cut.values() for n, (_, begins) in enumerate(where))
+    for where in cut.values():  # who stores a part knows whose it is, and how many there are
+        for block, begins in where:
+            told = (block, stretch[block, 10]) if begins else tuple(stretch[block, 8:10])
+            assert told == (where[0][0], len(where) - 1)
+
+
+def test_plan_can_carry_the_first_pages_of_every_stretch() -> None:
+    chunk, page_tokens, blocks = 64, 16, 5
+    lengths = jnp.asarray([200, 0, 65, 30], jnp.int32)
+    table = jnp.arange(4 * 16, dtype=jnp.int32).reshape(4, 16)
+    plan = plan_decode(lengths, n_kv=2, chunk=chunk, blocks=blocks, min_chunks=2)
+    longer = with_first_pages(plan, table, pages=chunk // page_tokens)
+    rows = np.asarray(longer.stretch).reshape(blocks, -1)
+    np.testing.assert_array_equal(rows[:, :STRETCH].ravel(), plan.stretch)
+    for row in rows[rows[:, 3] > 0]:
+        first = row[2] * chunk // page_tokens
+        np.testing.assert_array_equal(row[STRETCH : STRETCH + 4], table[row[4], first : first + 4])
 
 
 @pytest.mark.parametrize(
@@ -269,6 +309,20 @@ def test_limits_are_named(changes: dict[str, Any], message: str) -> None:
     values, sizes = arguments(**changes)
     with pytest.raises(ValueError, match=message):
         decode_attention(*values, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "message"),
+    [
+        ({"merge": "within"}, "merge 'within' must be one of after, after_f32, inside, peek"),
+        ({"blocks": 3}, "blocks 3 must be a multiple of consumers 2"),
+        ({"stages": 99}, "stages 99 must be 1 to"),
+    ],
+)
+def test_tunings_are_checked(tuning: dict[str, Any], message: str) -> None:
+    values, sizes = arguments()
+    with pytest.raises(ValueError, match=message):
+        decode_attention(*values, **(sizes | tuning))
 
 
 def test_limits_can_be_asked_before() -> None:

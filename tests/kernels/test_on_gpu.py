@@ -23,6 +23,7 @@ from benchmarks.compare_backends import random_adapter
 from slora_jax import ModelConfig
 from slora_jax.lora.packing import pack_adapter
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
+from slora_jax.pallas_kernels import mosaic_attention
 from slora_jax.pallas_kernels.backend import XLA, AdapterBlocks, LoraShape
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 
@@ -106,6 +107,44 @@ def test_decode_attention(model: ModelConfig) -> None:
     assert len(errors) == len(DECODES)
     assert max(errors) < TOLERANCE, errors
     assert not np.any(np.asarray(got[len(DECODES) :]))
+
+
+@pytest.mark.parametrize("blocks", [12, mosaic_attention.BLOCKS])  # few long stretches; many short ones
+@pytest.mark.parametrize(
+    ("merge", "early"),
+    [("after", True), ("after_f32", False), ("inside", False), ("peek", False), ("peek", True)],
+)
+def test_tunings_of_decode_attention(
+    model: ModelConfig, merge: mosaic_attention.Merge, early: bool, blocks: int
+) -> None:
+    """Items of one, two and many parts, two calls in a program that runs again and again to the same bits."""
+    lengths = [*DECODES, 1999]
+    data = paged(model, lengths)
+    table = jnp.asarray(np.pad(data.table, ((0, ROWS - len(lengths)), (0, 0))))
+    kv_len = jnp.asarray([*lengths, *[0] * (ROWS - len(lengths))], jnp.int32)
+    q = bf16(np.random.default_rng(1), ROWS, model.num_attention_heads, model.head_dim)
+    args = (jnp.int32(LAYER), table, kv_len)
+
+    @jax.jit
+    def run(q: jax.Array, pool: jax.Array, *args: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tuning: Any = {"merge": merge, "early": early, "blocks": blocks}
+        attend: Any = functools.partial(mosaic_attention.decode_attention, **sizes(model), **tuning)
+        once = attend(q, pool, *args)
+        return once, attend(once, pool, *args)
+
+    pool = jnp.asarray(data.pool, jnp.bfloat16)
+    results = [run(q, pool, *args) for _ in range(20)]
+    for asked, got in zip((q, results[0][0]), results[0], strict=True):
+        exact = (asked.astype(jnp.float32), jnp.asarray(data.pool, jnp.float32), *args)
+        want = XLA.decode_attention(*exact, **sizes(model))
+        errors = [relative_error(g, w) for g, w in zip(got, want, strict=True) if np.any(w)]
+        assert len(errors) == len(lengths)
+        assert max(errors) < TOLERANCE, errors
+        assert not np.any(np.asarray(got[len(lengths) :]))
+    first = [np.asarray(x).view(np.uint16) for x in results[0]]
+    for result in results[1:]:
+        for x, y in zip(first, result, strict=True):
+            np.testing.assert_array_equal(x, np.asarray(y).view(np.uint16))
 
 
 def test_prefill_attention(model: ModelConfig) -> None:

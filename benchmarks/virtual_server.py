@@ -79,16 +79,8 @@ class VirtualServer:
             measured=functools.partial(reclaim.costs.measured, "adapter"),
         )
         self.waiting = WaitingQueue(config, self.clock)
-        limits = SchedulerLimits(
-            max_batch_size=config.max_batch_size,
-            max_step_tokens=config.max_step_tokens,
-            max_mixed_prompt_tokens=config.max_step_tokens,
-            max_chunk_tokens=config.prefill_chunk_tokens or config.max_step_tokens,
-            max_prefill_seqs=config.max_batch_size,
-            page_tokens=config.page_tokens,
-            prefill_delay_steps=config.prefill_delay_steps,
-            lookahead=max(1, config.adapter_prefetch),
-            one_adapter=config.lora_mode == "merge",
+        limits = SchedulerLimits.of(
+            config, max_mixed_prompt_tokens=config.max_step_tokens, max_prefill_seqs=config.max_batch_size
         )
         self.scheduler = Scheduler(
             limits, reclaim, self.store, self.loader, prefixes, self.waiting, self.clock

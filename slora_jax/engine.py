@@ -87,18 +87,10 @@ class Engine:
         self._adapters = AdapterStore(
             self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop, slot_pages=size.slot_pages
         )
-        limits = SchedulerLimits(
-            max_batch_size=config.max_batch_size,
-            max_step_tokens=config.max_step_tokens,
+        limits = SchedulerLimits.of(
+            config,
             max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
-            max_chunk_tokens=min(
-                config.prefill_chunk_tokens or config.max_step_tokens, config.max_step_tokens
-            ),
             max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
-            page_tokens=config.page_tokens,
-            prefill_delay_steps=config.prefill_delay_steps,
-            lookahead=max(1, config.adapter_prefetch),
-            one_adapter=config.lora_mode == "merge",
         )
         layout, dtype = self._layout, jnp.dtype(config.dtype)
         page_bytes = layout.n_layers * layout.tp * layout.page_elems * dtype.itemsize

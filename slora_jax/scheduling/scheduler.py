@@ -19,6 +19,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
+from slora_jax.config import EngineConfig
 from slora_jax.lora.loader import AdapterLoader
 from slora_jax.lora.store import AdapterStore
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -71,6 +72,25 @@ class SchedulerLimits:
     prefill_delay_steps: int
     lookahead: int  # waiting sequences whose adapters are loaded before their turn
     one_adapter: bool = False  # in the batch, at a time
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, *, max_mixed_prompt_tokens: int, max_prefill_seqs: int
+    ) -> SchedulerLimits:
+        """A config's limits, beside those of the compiled steps."""
+        return cls(
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+            max_mixed_prompt_tokens=max_mixed_prompt_tokens,
+            max_chunk_tokens=min(
+                config.prefill_chunk_tokens or config.max_step_tokens, config.max_step_tokens
+            ),
+            max_prefill_seqs=max_prefill_seqs,
+            page_tokens=config.page_tokens,
+            prefill_delay_steps=config.prefill_delay_steps,
+            lookahead=max(1, config.adapter_prefetch),
+            one_adapter=config.lora_mode == "merge",
+        )
 
 
 class Scheduler:

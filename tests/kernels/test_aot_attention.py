@@ -19,13 +19,6 @@ pytestmark = pytest.mark.aot
 LAYERS, PAGES, PAGE_TOKENS = 4, 2000, 16
 
 
-@pytest.fixture(scope="module")
-def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("aot")
-    aot.prepare(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("h", "n_kv", "e"),
     [(32, 8, 128), (32, 32, 128), (14, 2, 64), (9, 3, 64), (40, 40, 128), (16, 1, 128), (20, 2, 128)],

@@ -20,13 +20,6 @@ SMEM_OF_TWO = (233_472 - 2 * 1024) // 2  # bytes for each of two thread blocks o
 BARRIERS = 512  # bytes, at most
 
 
-@pytest.fixture(scope="module")
-def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("aot")
-    aot.prepare(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("tokens", "nd", "nt", "in_dim", "out_dims", "width", "page_elems"),
     [

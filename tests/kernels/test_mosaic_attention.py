@@ -6,14 +6,12 @@ Pools are NaN wherever no token of the sequence was written, so that a kernel th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from slora_jax.pallas_kernels import mosaic_kv
@@ -27,19 +25,15 @@ from slora_jax.pallas_kernels.mosaic_attention import (
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, plan_prefill, prefill_attention
 
-# Rows of a tile beyond the group are whatever lay in shared memory.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("clean_interpreter"),
+    # Rows of a tile beyond the group are whatever lay in shared memory.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning"),
+]
 ON_GPU = jax.default_backend() == "gpu"  # then on the chip, without the interpreter
 INTERPRET = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
 LAYERS, LAYER = 2, 1
 TOLERANCE = 6e-3  # relative, of bf16 weights and outputs; another head's or token's K or V gives more than 1
-
-
-@pytest.fixture(autouse=True)
-def clean_interpreter() -> Iterator[None]:
-    """A failure inside the interpreter must not fail the tests after it."""
-    yield
-    reset_gpu_interpret_mode_state()
 
 
 @dataclasses.dataclass

@@ -4,9 +4,7 @@ float32 NumPy.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,70 +16,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from slora_jax.pallas_kernels import lora_work
 from slora_jax.pallas_kernels.lora_work import LoraWork, build_lora_work, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
+from tests.kernels.lora_cases import LAYER, Adapters, Dims, dense_lora, pack_adapters
 
 ON_GPU = jax.default_backend() == "gpu"  # then on the chip, without the interpreter
-W, PER_PAGE, LAYERS, LAYER, N_PAGES = 64, 3, 2, 1, 64
+pytestmark = pytest.mark.usefixtures("clean_interpreter")
+W = 64
 IN = (128, 128, 128, 64, 128, 128, 192)  # q, k, v, o, gate, up, down
 OUT = (128, 64, 64, 128, 192, 192, 128)
-A_CHUNKS, B_CHUNKS = [n // W for n in IN], [n // W for n in OUT]
+DIMS = Dims(chunk_width=W, chunks_per_page=3, ins=IN, outs=OUT)
+A_CHUNKS, B_CHUNKS = DIMS.a_chunks, DIMS.b_chunks
 QKV, OUTPUT, GATE_UP, DOWN = lora_work.MODULE_GROUPS
 
 
-@pytest.fixture(autouse=True)
-def _reset_interpreter() -> Iterator[None]:
-    """A failure in the interpreter must not stay in its state."""
-    yield
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
-
-    reset_gpu_interpret_mode_state()
-
-
-@dataclasses.dataclass
-class Adapters:
-    """Adapters of the given ranks by module, in shuffled pages of a pool whose unused pages are NaN."""
-
-    pool: jax.Array
-    blocks: list[lora_work.AdapterBlocks]
-    a: list[dict[int, np.ndarray]]  # an adapter: module -> [rank, in]
-    b: list[dict[int, np.ndarray]]  # an adapter: module -> [rank, out]
+def pack(rng: np.random.Generator, ranks: list[dict[int, int]]) -> Adapters:
+    return pack_adapters(rng, ranks, DIMS, dtype=jnp.bfloat16, n_pages=64)
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
     return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float32)
-
-
-def pack(rng: np.random.Generator, ranks: list[dict[int, int]]) -> Adapters:
-    free = list(rng.permutation(np.arange(1, N_PAGES)))
-    pool = np.full((LAYERS, N_PAGES, PER_PAGE, 8, W), np.nan, np.float32)
-    data = Adapters(jnp.zeros(0), [], [], [])
-    for modules in ranks:
-        a: dict[int, np.ndarray] = {}
-        b: dict[int, np.ndarray] = {}
-        chunks: list[np.ndarray] = []
-        starts = {"a": [0] * 7, "b": [0] * 7}
-        count = [0] * 7
-        for module, rank in sorted(modules.items()):
-            count[module] = -(-rank // 8)
-            for side, dense, width in (("a", a, IN[module]), ("b", b, OUT[module])):
-                dense[module] = bf16(
-                    rng.standard_normal((rank, width)) / np.sqrt(width if side == "a" else rank)
-                )
-                starts[side][module] = len(chunks)
-                padded = np.zeros((count[module] * 8, width), np.float32)
-                padded[:rank] = dense[module]
-                chunks += [
-                    padded[8 * n : 8 * n + 8, c * W : c * W + W]
-                    for n in range(count[module])
-                    for c in range(width // W)
-                ]
-        pages = [int(free.pop()) for _ in range(-(-len(chunks) // PER_PAGE))]
-        for c, chunk in enumerate(chunks):
-            pool[LAYER, pages[c // PER_PAGE], c % PER_PAGE] = chunk
-        data.blocks.append((np.array(pages, np.int32), count, starts["a"], starts["b"]))
-        data.a.append(a)
-        data.b.append(b)
-    data.pool = jnp.asarray(pool.reshape(LAYERS, N_PAGES, -1), jnp.bfloat16)
-    return data
 
 
 @functools.partial(jax.jit, static_argnames=("group", "split", "pack"))
@@ -139,13 +91,7 @@ def check(
     outs = [OUT[m] for m in group]
     x = bf16(rng.standard_normal((len(token_adapter), IN[group[0]])))
     y = bf16(rng.standard_normal((len(token_adapter), sum(outs))))
-    want = y.copy()
-    for t, adapter in enumerate(token_adapter):
-        column = 0
-        for m in group:
-            if adapter >= 0 and m in data.a[adapter]:
-                want[t, column : column + OUT[m]] += x[t] @ data.a[adapter][m].T @ data.b[adapter][m]
-            column += OUT[m]
+    want = dense_lora(x, y, data, token_adapter, group)
     as_bf16 = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
     got = np.asarray(
         run(as_bf16(x), as_bf16(y), data.pool, work, group=group, split=split, pack=pack), np.float32

@@ -19,26 +19,13 @@ from slora_jax.pallas_kernels.padded_bmm import (
     apply_padded_bmm,
     with_padded_bmm,
 )
-from tests.kernels.lora_cases import (
-    A_CHUNKS,
-    B_CHUNKS,
-    CHUNKS_PER_PAGE,
-    IN,
-    LAYER,
-    NONE,
-    OUT,
-    Adapters,
-    W,
-    check_groups,
-    pack,
-    popularity,
-)
+from tests.kernels.lora_cases import LAYER, NONE, SMALL, Adapters, check_groups, pack_adapters, popularity
 
 PLANNER = PaddedPlanner()
 
 
 def lora_shape(tokens: int) -> LoraShape:
-    return LoraShape(tokens, tokens, 0, CHUNKS_PER_PAGE, tuple(A_CHUNKS), tuple(B_CHUNKS))
+    return LoraShape(tokens, tokens, 0, SMALL.chunks_per_page, tuple(SMALL.a_chunks), tuple(SMALL.b_chunks))
 
 
 def padded(token_adapter: np.ndarray, data: Adapters) -> PaddedAdapters:
@@ -55,8 +42,8 @@ def padded(token_adapter: np.ndarray, data: Adapters) -> PaddedAdapters:
 def apply_group(
     x: jax.Array, y: jax.Array, pool: jax.Array, work: PaddedAdapters, group: tuple[int, ...]
 ) -> jax.Array:
-    sizes: dict[str, Any] = {"in_dim": IN[group[0]], "out_dims": tuple(OUT[m] for m in group)}
-    apply = functools.partial(apply_padded_bmm, modules=group, chunk_width=W, **sizes)
+    sizes: dict[str, Any] = {"in_dim": SMALL.ins[group[0]], "out_dims": tuple(SMALL.outs[m] for m in group)}
+    apply = functools.partial(apply_padded_bmm, modules=group, chunk_width=SMALL.chunk_width, **sizes)
     got: jax.Array = jax.jit(apply)(x, y, pool, jnp.int32(LAYER), work)
     return got
 
@@ -79,7 +66,7 @@ def test_mixed_ranks_modules_and_base_tokens(dtype: jnp.dtype, tolerance: float)
     rng = np.random.default_rng(0)
     ranks = [{0: 4, 1: 4, 2: 4, 3: 4}, {3: 33}, {m: 64 for m in range(7)}, {4: 1, 6: 9}, {2: 8}, NONE]
     token_adapter = np.array([2, -1, 0, 0, 1, 5, -1, 3, 4, 2, 2, 1, -1], np.int32)
-    check(rng, pack(rng, ranks, dtype), token_adapter, dtype, tolerance)
+    check(rng, pack_adapters(rng, ranks, dtype=dtype), token_adapter, dtype, tolerance)
 
 
 @pytest.mark.parametrize("kind", ["distinct", "zipf", "identical"])
@@ -92,7 +79,7 @@ def test_tokens_in_turns_that_overlap(kind: str, together: int, monkeypatch: pyt
     ranks = [{m: int(rng.integers(1, 20)) for m in range(7) if rng.random() < 0.7} for _ in range(n)]
     most_rows = 8 * max(-(-r // 8) for modules in ranks for r in modules.values())
     monkeypatch.setattr(padded_bmm, "GATHER_BYTES", together * most_rows * 128 * 4)  # of gate and up
-    check(rng, pack(rng, ranks), token_adapter)
+    check(rng, pack_adapters(rng, ranks), token_adapter)
 
 
 @pytest.mark.parametrize("tokens", [256, 2048])

@@ -16,8 +16,10 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import save_file
 
+from slora_jax.models.params import ParamSpec
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.weights import load_checkpoint, load_model_config, resolve_model
+from slora_jax.weights.source import CheckpointSource
 
 Array = npt.NDArray[Any]
 
@@ -189,3 +191,14 @@ def assert_equal(got: dict[str, jax.Array], want: dict[str, Array]) -> None:
     assert got.keys() == want.keys()
     for name, array in want.items():
         np.testing.assert_array_equal(np.asarray(got[name], np.float32), array, err_msg=name)
+
+
+def assert_reads_any_block(
+    source: CheckpointSource, specs: Mapping[str, ParamSpec], want: Mapping[str, Array]
+) -> None:
+    rng = np.random.default_rng(1)
+    for name, spec in specs.items():
+        for _ in range(5):
+            ends = [sorted(rng.choice(n + 1, 2, replace=False)) for n in spec.shape]
+            index = tuple(slice(int(a), int(b)) for a, b in ends)
+            np.testing.assert_array_equal(source.read(name, index), want[name][index], err_msg=name)

@@ -139,6 +139,7 @@ class EventStream:
         self._first = set(self._last_time)  # sequences without a token so far
         self._queue: asyncio.Queue[StreamEvent] = asyncio.Queue()
         self._unread = len(self._last_time)  # sequences whose last event was not read
+        self._peeked: StreamEvent | None = None
 
     def __aiter__(self) -> EventStream:
         return self
@@ -146,9 +147,16 @@ class EventStream:
     async def __anext__(self) -> StreamEvent:
         if not self._unread:
             raise StopAsyncIteration
-        event = await self._queue.get()
+        event = await self.peek()
+        self._peeked = None
         self._unread -= event.finish_reason is not None
         return event
+
+    async def peek(self) -> StreamEvent:
+        """The event that comes next, and stays the next; not to be called after the last one."""
+        if self._peeked is None:
+            self._peeked = await self._queue.get()
+        return self._peeked
 
     def close(self) -> None:
         """Abort every request of the group that has not finished. Idempotent, never blocks or raises."""

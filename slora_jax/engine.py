@@ -289,7 +289,7 @@ class Engine:
             return []
         earlier = [e for e in self._undelivered if e.request_id == request_id]
         self._undelivered = [e for e in self._undelivered if e.request_id != request_id]
-        return earlier + self._abort(request)
+        return earlier + self._end(request, "abort")
 
     def step(self) -> list[StreamEvent]:
         """Launch the next step, then hand out what the one before it sampled.
@@ -297,8 +297,8 @@ class Engine:
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
         started = time.perf_counter()
-        for request, reason in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
-            self._undelivered += self._abort(request, reason)
+        for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
+            self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
         try:
             plan = self._schedule()
             launched = self._runner.launch(plan) if plan else None
@@ -528,16 +528,18 @@ class Engine:
             events.append(event)
         return events
 
-    def _abort(self, request: Request, reason: str | None = None) -> list[StreamEvent]:
-        """End what is left of a request; `reason` is the `error` of the last events."""
-        return self._end(request, "abort", reason)
-
-    def _end(self, request: Request, finish_reason: FinishReason, error: str | None) -> list[StreamEvent]:
-        """End what is left of a request."""
+    def _end(
+        self,
+        request: Request,
+        finish_reason: FinishReason,
+        error: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> list[StreamEvent]:
+        """End what is left of a request, with these fields in its last events."""
         events = []
         for sequence in request.sequences:
             if sequence.finish_reason is None:
-                events.append(end(sequence, finish_reason, error=error))
+                events.append(end(sequence, finish_reason, error=error, retry_after_s=retry_after_s))
                 self._release(sequence)
         return events
 

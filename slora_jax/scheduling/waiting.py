@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 
 from slora_jax.config import EngineConfig
 from slora_jax.request import Request, Sequence
-from slora_jax.scheduling.early_abort import EarlyAbort
+from slora_jax.scheduling.early_abort import EarlyAbort, Overdue
 from slora_jax.scheduling.limits import Limit, Limits
 from slora_jax.scheduling.merge_order import MergeOrder, Turn
 from slora_jax.scheduling.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
@@ -149,17 +149,16 @@ class WaitingQueue:
         if self._early is not None and sequence.request.metrics.num_output_tokens == 1:
             self._early.first_token(sequence.request)
 
-    def overdue(self, *, idle: bool) -> list[tuple[Request, str]]:
-        """Requests, waiting or running, that are to be ended now, each with the reason; `idle`: none runs."""
+    def overdue(self, *, idle: bool) -> list[Overdue]:
+        """Requests, waiting or running, that are to be ended now; `idle`: none runs."""
         now, found = self._clock(), []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if not request.finished:
-                found.append((request, f"not finished within its deadline_s of {request.deadline_s:g} s"))
+                reason = f"not finished within its deadline_s of {request.deadline_s:g} s"
+                found.append(Overdue(request, reason))
         if self._early is not None:
-            found += [
-                (request, why) for request, why in self._early.late(now, idle=idle) if not request.finished
-            ]
+            found += [late for late in self._early.late(now, idle=idle) if not late.request.finished]
         return found
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:

@@ -370,6 +370,28 @@ def test_the_more_overload_the_fresher_are_those_that_early_abort_serves() -> No
     assert medians[1] < 0.5
 
 
+def test_those_given_up_are_told_when_the_queue_of_that_moment_will_be_served() -> None:
+    target = 1.0
+    told = [late.retry_after_s for late in overload("early-abort", 80.0, target).given_up]
+    steady = [seconds for seconds in told[len(told) // 2 :] if seconds is not None]
+    assert len(steady) == len(told) - len(told) // 2
+    assert all(0 <= seconds <= target for seconds in steady)
+    # Those kept are as many as are served before their first tokens would be late: target less 0.02 or so.
+    assert 0.7 < statistics.median(steady) <= target
+
+
+def test_before_any_service_was_measured_the_target_is_when_to_come_back() -> None:
+    served = server("early-abort", batch=1, ttft_target_s=0.5)
+    served.run([Arrival(0.0, 4, 100), Arrival(0.0, 4, 1)])
+    assert [(late.request.request_id, late.retry_after_s) for late in served.given_up] == [("1", 0.5)]
+
+
+def test_a_deadline_that_passed_is_no_reason_to_come_back() -> None:
+    served = server(batch=1)
+    served.run([Arrival(0.0, 4, 1000, deadline_s=0.5)])
+    assert [late.retry_after_s for late in served.given_up] == [None]
+
+
 def test_one_slow_first_token_does_not_make_early_abort_refuse_an_idle_server_for_ever() -> None:
     served = server("early-abort", batch=4, num_pages=2000, ttft_target_s=0.5, cost=StepCost(step=0.01))
     served.run([Arrival(0.1 * i, 4, 2) for i in range(50)])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import openai
 import pytest
 
+from slora_jax.runner import InFlight
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.test_engine_properties import simulated_engine
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
-from tests.server.live import serve
+from tests.server.live import serve, wait_for
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
@@ -56,11 +60,44 @@ def test_of_several_prompts_over_a_limit_none_is_left_behind() -> None:
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    engine = simulated_engine(
+        num_pages=60, max_batch_size=1, max_step_tokens=16, scheduling_policy="early-abort", ttft_target_s=0.1
+    )
+    launch = engine._runner.launch
+
+    def slow(plan: StepPlan) -> InFlight:
+        time.sleep(0.02)
+        return launch(plan)
+
+    monkeypatch.setattr(engine._runner, "launch", slow)
+    with serve(engine) as live:
+        running = threading.Thread(
+            target=live.post, args=("/v1/completions", {"prompt": [1], "max_tokens": 60})
+        )
+        running.start()
+        wait_for(lambda: engine.stats().num_running == 1)
+        response = live.post("/v1/completions", {"prompt": [2], "max_tokens": 2, "n": 2, "stream": stream})
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("ServiceUnavailableError", 503)
+        assert "ttft_target_s" in error["message"]
+        running.join()
+        after = live.post("/v1/completions", {"prompt": [2], "max_tokens": 2, "stream": stream})
+        assert after.status_code == 200
+    engine.check_integrity()
+
+
 def test_a_deadline_that_passes_is_a_503_that_says_so() -> None:
     engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16)
     with serve(engine) as live:
         response = live.post("/v1/completions", {"prompt": [1], "max_tokens": 60, "deadline_s": 1e-6})
         assert response.status_code == 503
+        assert "retry-after" not in response.headers
         assert "deadline_s" in response.json()["error"]["message"]
         wrong = live.post("/v1/completions", {"prompt": [1], "deadline_s": -1})
         assert wrong.status_code == 400

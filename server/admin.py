@@ -9,7 +9,9 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from slora_jax.errors import AdapterExistsError, UnknownAdapterError
+from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError, reason_without_path
+from slora_jax.lora.peft_config import CONFIG_FILE
+from slora_jax.lora.peft_folder import WEIGHTS_FILE
 from slora_jax.server.context import ServerContext, read_body
 from slora_jax.server.errors import ApiError, bad_request
 from slora_jax.server.schemas import LoadLoraRequest, PinLoraRequest, UnloadLoraRequest
@@ -34,14 +36,9 @@ async def load_lora_adapter(request: Request) -> Response:
         info = await context.engine.load_adapter(name, path, replace=body.load_inplace)
     except AdapterExistsError as error:
         raise _already_loaded(name) from error
-    except FileNotFoundError as error:
-        raise ApiError(
-            404, "NotFoundError", f"No adapter found for {body.lora_path}: {error}", "lora_path"
-        ) from error
-    except OSError as error:
-        raise bad_request(f"cannot read {body.lora_path}: {error.strerror or error}", "lora_path") from error
-    except ValueError as error:  # AdapterError among them: why it was refused
-        raise bad_request(str(error), "lora_path") from error
+    except (OSError, ValueError) as error:
+        logger.warning("refused to load adapter '%s' from %s: %s", name, path, error)
+        raise _refused(body.lora_path, error) from error
     logger.info("loaded adapter '%s' (generation %d) from %s", name, info.generation, path)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -84,6 +81,22 @@ async def _set_pinned(request: Request, pinned: bool) -> Response:
     done = "pinned" if pinned else "unpinned"
     logger.info("%s adapter '%s'", done, name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
+
+
+def _refused(given: str, error: OSError | ValueError) -> ApiError:
+    """Why an adapter was not loaded, in terms of the path as the client gave it."""
+    match error:
+        case FileNotFoundError():
+            message = (
+                f"No adapter found for {given}: it must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+            )
+            return ApiError(404, "NotFoundError", message, "lora_path")
+        case OSError():
+            return bad_request(f"cannot read {given}: {reason_without_path(error)}", "lora_path")
+        case AdapterError():
+            return bad_request(f"{given}: {error.without_path}", "lora_path")
+        case _:  # it does not fit this engine; says sizes and limits
+            return bad_request(str(error), "lora_path")
 
 
 def _not_found(name: str) -> ApiError:

@@ -98,7 +98,7 @@ def as_api_error(error: Exception) -> ApiError:
         case AdapterExistsError():
             return ApiError(400, "InvalidUserInput", str(error), "lora_name")
         case AdapterError():
-            return bad_request(str(error), "lora_path")
+            return bad_request(error.without_path, "lora_path")
         case EngineDeadError() | ShuttingDownError():
             return unavailable(str(error))
         case HTTPException():

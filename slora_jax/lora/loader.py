@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slora_jax.errors import AdapterError
+from slora_jax.errors import AdapterError, reason_without_path
 from slora_jax.lora.packing import AdapterShape, PackedAdapter
 from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.store import Adapter, AdapterStore
@@ -180,7 +180,7 @@ class AdapterLoader:
         return bool(futures)
 
     def take_failures(self) -> list[tuple[Adapter, str]]:
-        """Adapters whose loads failed since the last call, and why."""
+        """Adapters whose loads failed since the last call, and why; the log has the paths."""
         failed, self._failed = list(self._failed.values()), {}
         return failed
 
@@ -309,13 +309,18 @@ class AdapterLoader:
         if adapter.state == "staged":
             self._store.withdraw(adapter)
         known = isinstance(error, ValueError | OSError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        logger.warning("adapter '%s' could not be loaded: %s", adapter.name, reason)
+        logger.warning(
+            "adapter '%s' could not be loaded: %s",
+            adapter.name,
+            error if known else f"{type(error).__name__}: {error}",
+            exc_info=None if known else error,
+        )
         adapter.waited_since = None
         adapter.ahead = False
         self._failures += 1
         self._store.forget_eviction(adapter)
-        self._failed[adapter.generation] = adapter, f"adapter '{adapter.name}' could not be loaded: {reason}"
+        reason = f"adapter '{adapter.name}' could not be loaded: {reason_without_path(error)}"
+        self._failed[adapter.generation] = adapter, reason
 
 
 def _read_again(
@@ -325,8 +330,9 @@ def _read_again(
     prepared = read(stamp.folder)
     if prepared.stamp != stamp or prepared.packed.shape != shape:
         raise AdapterError(
-            f"{stamp.folder}: its files have changed since adapter '{name}' was registered; load it in place "
-            "to serve the new ones"
+            f"its files have changed since adapter '{name}' was registered; load it in place "
+            "to serve the new ones",
+            folder=stamp.folder,
         )
     assert prepared.host is not None
     return prepared.host

@@ -60,7 +60,7 @@ class AdapterRegistry:
         adapter = read_adapter(path, self._model_config, max_rank=self._max_rank)
         packed = pack_adapter(adapter, self._layout, self._dtype)
         if folder_stamp(path) != stamp:
-            raise AdapterError(f"{stamp.folder}: its files changed while they were read; load it again")
+            raise AdapterError("its files changed while they were read; load it again", folder=stamp.folder)
         return PreparedAdapter(os.fspath(path), packed, stamp, self._host_copy(packed.pages))
 
     def load(

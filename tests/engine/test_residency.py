@@ -430,9 +430,7 @@ def test_a_load_that_fails_ends_its_own_requests_and_the_next_tries_again(what: 
     for request in bad:
         [last] = events[request]
         assert last.finish_reason == "error"
-        assert (
-            last.error == f"adapter 'bad' could not be loaded: RuntimeError: a {what} that was told to fail"
-        )
+        assert last.error == "adapter 'bad' could not be loaded: RuntimeError; the log has the reason"
     assert tokens(events[good]) == want([1, 2], 8, 6)
     assert tokens(events[again]) == want([1, 2], 7, 6)
     assert bench.engine.stats().loading.failures == 1

@@ -217,7 +217,7 @@ class FakeEngine:
             raise FileNotFoundError(f"{file} does not exist")
         config = json.loads(file.read_text())
         if "r" not in config:
-            raise AdapterError(f"{file}: r is missing")
+            raise AdapterError("r is missing", file=file)
         return PreparedFake(str(path), config["r"])
 
     def load_adapter(self, name: str, path: Any, *, replace: bool = False) -> AdapterInfo:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -194,6 +196,70 @@ def test_refusals_of_the_engine_are_bad_requests(live: LiveServer, tmp_path: Pat
     missing = live.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "none")})
     assert missing.status_code == 404, missing.text
     assert live.get("/health").status_code == 200
+
+
+def _break(folder: Path, how: str) -> None:
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    match how:
+        case "no config":
+            config.unlink()
+        case "no weights":
+            weights.unlink()
+        case "pickled weights":
+            weights.rename(folder / "adapter_model.bin")
+        case "a folder in place of weights":
+            weights.unlink()
+            weights.mkdir()
+        case "not JSON":
+            config.write_text("{")
+        case "a field":
+            config.write_text(json.dumps({**json.loads(config.read_text()), "bias": "all"}))
+        case "of another base":
+            base = {"base_model_name_or_path": str(folder.parent / "base"), "r": 7, "rank_pattern": {}}
+            config.write_text(json.dumps({**json.loads(config.read_text()), **base}))
+        case "cut short":
+            weights.write_bytes(weights.read_bytes()[:200])
+        case "gone":
+            shutil.rmtree(folder)
+        case "touched":
+            weights.write_bytes(weights.read_bytes()[::-1])
+
+
+_WAYS = {  # a way to break an adapter's folder -> what a client is told of it
+    "no config": "adapter_config.json is missing",
+    "no weights": "adapter_model.safetensors is missing",
+    "pickled weights": "adapter_model.bin: pickled weights",
+    "a folder in place of weights": "adapter_model.safetensors: not a regular file",
+    "not JSON": "adapter_config.json: not valid JSON",
+    "a field": "adapter_config.json: field 'bias'",
+    "of another base": "adapter_model.safetensors: ",
+    "cut short": "adapter_model.safetensors: corrupt or cut short",
+    "gone": "",
+    "touched": "",
+}
+
+
+@pytest.mark.parametrize("how", _WAYS)
+def test_of_a_broken_adapter_clients_see_the_file_and_never_where_it_lies(
+    live: LiveServer, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_peft_adapter(tmp_path / "broken", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4})
+    given = os.path.relpath(tmp_path / "broken")
+    asyncio.run(live.engine.call(lambda engine: engine.register_adapter("lazy", given)))  # type: ignore[attr-defined]
+    live.engine._publish(adapters=True)
+    _break(tmp_path / "broken", how)
+    answers = [live.post("/v1/load_lora_adapter", {"lora_name": "broken", "lora_path": given})]
+    answers += [
+        live.post("/v1/completions", {"model": "lazy", "prompt": "x", "max_tokens": 1, "stream": stream})
+        for stream in (False, True)
+    ]
+    assert [answer.status_code for answer in answers] == [404 if how == "gone" else 400, 500, 500]
+    for answer in answers:
+        message = answer.json()["error"]["message"].replace(given, "GIVEN")
+        assert _WAYS[how] in message
+        assert str(tmp_path.parent) not in message
+    assert str(tmp_path) in caplog.text
+    assert live.post("/v1/unload_lora_adapter", {"lora_name": "lazy"}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -39,6 +39,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slora_jax.config import EngineConfig
+from slora_jax.errors import LimitExceededError
 from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
 from slora_jax.request import DEFAULT_TENANT
 from slora_jax.sampling_params import SamplingParams
@@ -103,12 +104,14 @@ class Observer(Protocol):
     def step(self, seconds: float) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
+    def refused(self, tenant: str, reason: str) -> None: ...
 
 
 class _NullObserver:
     def step(self, seconds: float) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
+    def refused(self, tenant: str, reason: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +134,11 @@ class EventStream:
     Ends after the last event of every sequence. `close()` before that aborts what still runs.
     """
 
-    def __init__(self, owner: AsyncEngine, requests: Iterable[GenerateRequest]) -> None:
+    def __init__(self, owner: AsyncEngine, requests: Sequence[GenerateRequest]) -> None:
         self.loop = asyncio.get_running_loop()
         self._owner = owner
         self._started = time.monotonic()
+        self._tenants = {r.request_id: r.tenant for r in requests}
         self._last_time = {(r.request_id, i): self._started for r in requests for i in range(r.params.n)}
         self._first = set(self._last_time)  # sequences without a token so far
         self._queue: asyncio.Queue[StreamEvent] = asyncio.Queue()
@@ -180,6 +184,8 @@ class EventStream:
             if event.finish_reason is not None:
                 del self._last_time[key]
                 observer.finished(event.finish_reason, now - self._started)
+                if event.retry_after_s is not None and event.index == 0:
+                    observer.refused(self._tenants[event.request_id], "early-abort")
             self._queue.put_nowait(event)
 
 
@@ -256,6 +262,10 @@ class AsyncEngine:
             await self._call(lambda: self._add(stream, requests))
         except asyncio.CancelledError:
             stream.close()  # the add may have happened, or may be about to
+            raise
+        except LimitExceededError as error:
+            for request in requests:
+                self.observer.refused(request.tenant, error.limit)
             raise
         return stream
 

@@ -46,8 +46,11 @@ class UnknownAdapterError(LookupError):
 
 
 class LimitExceededError(RuntimeError):
-    """A tenant or an adapter is at a limit of its queue or rate; the same request may be served later."""
+    """A tenant or an adapter is at a limit of its queue or rate; the same request may be served later.
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    `limit` is the field of EngineConfig that says so, such as "tenant_max_queue".
+    """
+
+    def __init__(self, message: str, retry_after_s: float, limit: str) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.limit = retry_after_s, limit

@@ -145,6 +145,8 @@ class LoadStats:
     bytes_staged: int = 0  # counter: bytes copied towards the pool
     wait_seconds: float = 0.0  # counter, over loads: from when a request waits for nothing else
     failures: int = 0  # counter
+    read_seconds: float = 0.0  # counter, over reads that have ended, well or not
+    copy_seconds: float = 0.0  # counter, over loads: from the begin of the copy to its write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,8 @@ class EngineStats:
     pages_free: int
     adapters_registered: int
     adapters_resident: int
+    adapters_pinned: int  # by name, resident or not
+    pages_pinned: int  # that these take, or will
     adapter_loads: int  # counter: copies into the pool
     adapter_evictions: int  # counter
     prefix_lookups: int  # counter: sequences let in that looked for a cached prefix

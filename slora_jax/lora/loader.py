@@ -58,6 +58,15 @@ class AdapterDevice(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Read:
+    """A read under way in a thread, begun at this monotonic time."""
+
+    adapter: Adapter
+    future: concurrent.futures.Future[HostCopy]
+    since: float
+
+
+@dataclasses.dataclass(frozen=True)
 class _Transfer:
     """A copy under way (None: not begun) into these pages of an adapter."""
 
@@ -95,14 +104,14 @@ class AdapterLoader:
         self._executor: concurrent.futures.Executor = concurrent.futures.ThreadPoolExecutor(
             _READERS, thread_name_prefix="adapter-reader"
         )
-        self._reading: dict[int, tuple[Adapter, concurrent.futures.Future[HostCopy]]] = {}  # by generation
+        self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
         self._guess: Adapter | None = None  # loaded though no request asks for it
         # The scheduler's pass in which one found no room: those after it take none, or it might never get it.
         self._host_full_in = self._staging_full_in = -1
         self._failed: dict[int, tuple[Adapter, str]] = {}
         self._hits = self._misses = self._bytes_staged = self._failures = self.loads = 0
-        self._wait_seconds = 0.0
+        self._wait_seconds = self._read_seconds = self._copy_seconds = 0.0
 
     # -- asked for by the scheduler --
 
@@ -157,11 +166,12 @@ class AdapterLoader:
     def settle(self) -> None:
         """Take reads and copies that are done; never waits for one that is not."""
         self._store.host.turn += 1
-        for adapter, future in list(self._reading.values()):
+        for read in list(self._reading.values()):
+            adapter = read.adapter
             if adapter.freed or not (adapter.users or adapter is self._guess):
-                future.cancel()  # has no effect on one that has begun: its copy may serve later
-            if future.done():
-                self._end_read(adapter, future)
+                read.future.cancel()  # has no effect on one that has begun: its copy may serve later
+            if read.future.done():
+                self._end_read(read)
         self._settle_copies()
 
     def wait(self, timeout: float) -> bool:
@@ -174,7 +184,7 @@ class AdapterLoader:
             with contextlib.suppress(Exception):  # settle meets it, too, and knows whose it is
                 copy.wait()
             return True
-        futures = [future for _, future in self._reading.values()]
+        futures = [read.future for read in self._reading.values()]
         if futures:
             concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
         return bool(futures)
@@ -214,6 +224,8 @@ class AdapterLoader:
             bytes_staged=self._bytes_staged,
             wait_seconds=self._wait_seconds,
             failures=self._failures,
+            read_seconds=self._read_seconds,
+            copy_seconds=self._copy_seconds,
         )
 
     def check_integrity(self) -> None:
@@ -224,7 +236,7 @@ class AdapterLoader:
             assert reading == (adapter.state == "reading"), f"adapter '{adapter.name}' is {adapter.state}"
             staged = adapter.generation in valid
             assert staged == (adapter.state == "staged"), f"adapter '{adapter.name}' is {adapter.state}"
-        promised = sum(adapter.host_bytes for adapter, _ in self._reading.values())
+        promised = sum(read.adapter.host_bytes for read in self._reading.values())
         assert self._store.host.promised == promised, "bytes are promised to reads that are not under way"
 
     # -- inside --
@@ -242,13 +254,17 @@ class AdapterLoader:
         adapter.state = "reading"
         self._misses += 1
         host.promised += adapter.host_bytes
-        self._reading[adapter.generation] = adapter, future
+        self._reading[adapter.generation] = _Read(adapter, future, time.monotonic())
 
-    def _end_read(self, adapter: Adapter, future: concurrent.futures.Future[HostCopy]) -> None:
+    def _end_read(self, read: _Read) -> None:
+        adapter, future = read.adapter, read.future
         del self._reading[adapter.generation]
         self._store.host.promised -= adapter.host_bytes
         adapter.state = "registered"
-        if future.cancelled() or adapter.freed:
+        if future.cancelled():
+            return
+        self._read_seconds += time.monotonic() - read.since
+        if adapter.freed:
             return
         error = future.exception()
         if error is None:
@@ -267,7 +283,9 @@ class AdapterLoader:
                 try:
                     self._write(entry.adapter, entry.copy)
                     if entry.adapter.resident:
-                        self._measured(entry.together, time.monotonic() - entry.since)
+                        seconds = time.monotonic() - entry.since
+                        self._copy_seconds += seconds
+                        self._measured(entry.together, seconds)
                 except BaseException:
                     self._transfers += under_way
                     raise

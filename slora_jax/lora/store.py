@@ -231,6 +231,14 @@ class AdapterStore:
         return list(self._resident.values())
 
     @property
+    def num_resident(self) -> int:
+        return len(self._resident)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
+    @property
     def idle_pages(self) -> int:
         """Pages of resident adapters that may be evicted."""
         return self._idle_pages

@@ -71,12 +71,15 @@ class _Account:
                 f"{who} has {self.waiting} sequences waiting, and {count} more exceed "
                 f"{limit.kind}_max_queue {limit.max_queue}: retry later",
                 _QUEUE_RETRY_S,
+                f"{limit.kind}_max_queue",
             )
         rate = limit.tokens_per_minute
         if rate is not None and self.tokens < (need := min(len(request.prompt_token_ids), rate)):
             seconds = (need - self.tokens) * 60 / rate
             raise LimitExceededError(
-                f"{who} has used up {limit.kind}_tokens_per_minute {rate}: retry in {seconds:.1f} s", seconds
+                f"{who} has used up {limit.kind}_tokens_per_minute {rate}: retry in {seconds:.1f} s",
+                seconds,
+                f"{limit.kind}_tokens_per_minute",
             )
 
 

@@ -518,6 +518,24 @@ def test_a_read_that_ends_after_its_adapter_is_gone_leaves_nothing() -> None:
     assert bench.engine._adapters.host.promised == 0
 
 
+def test_the_seconds_of_reads_and_copies_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    bench = Bench(lambda: 2, num_pages=90, max_batch_size=2, max_step_tokens=16)
+    bench.register("a", 7)
+    bench.engine.add_request([9], None, SamplingParams(max_tokens=40))
+    request = bench.engine.add_request([1, 2], "a", GREEDY)
+    ended: list[str] = []
+    for step in range(20):
+        now += 1.0
+        if step == 3:
+            bench.executor.run()
+        ended += [e.request_id for e in bench.engine.step() if e.finish_reason]
+    loading = bench.engine.stats().loading
+    assert request in ended
+    assert (loading.read_seconds, loading.copy_seconds) == (3.0, 3.0)
+
+
 def test_files_that_changed_since_they_were_registered_are_refused() -> None:
     bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
     path = bench.register("a", 7)

@@ -134,7 +134,9 @@ class FakeEngine:
         self._seen("add_request")
         self.scheduling.append((tenant, priority, deadline_s))
         if tenant == "greedy":
-            raise LimitExceededError("tenant 'greedy' has used up tenant_tokens_per_minute 60", 12.3)
+            raise LimitExceededError(
+                "tenant 'greedy' has used up tenant_tokens_per_minute 60", 12.3, "tenant_tokens_per_minute"
+            )
         params = sampling_params or SamplingParams()
         request_id = request_id or f"fake-{time.monotonic_ns()}"
         ids = ByteTokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -268,6 +270,8 @@ class FakeEngine:
             pages_free=1000 - kv - len(self._adapters),
             adapters_registered=len(self._adapters),
             adapters_resident=len(self._adapters),
+            adapters_pinned=sum(info.pinned for info in self._adapters.values()),
+            pages_pinned=sum(info.pages for info in self._adapters.values() if info.pinned),
             adapter_loads=len(self._adapters),
             adapter_evictions=0,
             prefix_lookups=0,
@@ -285,7 +289,7 @@ class FakeEngine:
             requests_failed=0,
             last_step_seconds=self.step_seconds,
             last_step_tokens=len(running),
-            loading=LoadStats(1, 2, 300, 4, 5, 6, 7, 800, 0.9, 10),
+            loading=LoadStats(1, 2, 300, 4, 5, 6, 7, 800, 0.9, 10, 1.1, 1.2),
         )
 
 

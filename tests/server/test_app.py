@@ -76,7 +76,7 @@ def test_a_dead_engine_answers_503() -> None:
             with pytest.raises(openai.InternalServerError, match="injected failure") as caught:
                 client.completions.create(model="fake-model", prompt="x", stream=stream)
             assert caught.value.status_code == 503
-        assert "slora:engine_up 0.0" in live.get("/metrics").text
+        assert _samples(live)["slora:engine_up"] == 0
         client.close()
 
 
@@ -224,6 +224,8 @@ def test_metrics(adapter_dir: Path) -> None:
         "slora:adapter_staged_bytes_total": 800,
         "slora:adapter_wait_seconds_total": 0.9,
         "slora:adapter_load_failures_total": 10,
+        "slora:adapter_read_seconds_total": 1.1,
+        "slora:adapter_copy_seconds_total": 1.2,
     }
     assert done["vllm:request_success_total{length}"] == 3
     assert done["vllm:time_to_first_token_seconds_count"] == 3

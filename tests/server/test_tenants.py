@@ -8,12 +8,25 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from slora_jax.runner import InFlight
 from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.test_engine_properties import simulated_engine
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
-from tests.server.live import serve, wait_for
+from tests.server.live import LiveServer, serve, wait_for
+
+
+def refusals(live: LiveServer) -> dict[tuple[str, str, str], float]:
+    """Count by model_name, tenant and reason."""
+    families = text_string_to_metric_families(live.get("/metrics").text)
+    return {
+        (s.labels["model_name"], s.labels["tenant"], s.labels["reason"]): s.value
+        for family in families
+        for s in family.samples
+        if s.name == "slora:requests_refused_total"
+    }
+
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
@@ -45,7 +58,8 @@ def test_over_a_limit_is_429_with_the_reason_and_when_to_come_back(stream: bool)
         assert (error["type"], error["code"]) == ("RateLimitError", 429)
         assert "tenant 'greedy'" in error["message"]
         with live.openai() as client, pytest.raises(openai.RateLimitError):
-            client.completions.create(model="fake-model", prompt="hi", user="greedy")
+            client.completions.create(model="fake-model", prompt=["hi", "ho"], user="greedy")
+        assert refusals(live) == {("fake-model", "greedy", "tenant_tokens_per_minute"): 3}
         assert live.post("/v1/completions", COMPLETION).status_code == 200
 
 
@@ -89,6 +103,7 @@ def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
         running.join()
         after = live.post("/v1/completions", {"prompt": [2], "max_tokens": 2, "stream": stream})
         assert after.status_code == 200
+        assert refusals(live) == {("model", "default", "early-abort"): 1}
     engine.check_integrity()
 
 

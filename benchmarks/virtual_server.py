@@ -137,7 +137,7 @@ class VirtualServer:
             )
             for i in range(arrival.n)
         ]
-        self.waiting.check(request)
+        self.waiting.check([request])
         if request.adapter is not None:
             self.store.acquire(request.adapter)
         self.requests.append(request)

@@ -41,7 +41,7 @@ from typing import Any, Protocol
 from slora_jax.config import EngineConfig
 from slora_jax.errors import LimitExceededError
 from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
-from slora_jax.request import DEFAULT_TENANT
+from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
 
@@ -75,17 +75,7 @@ class EngineLike(Protocol):
     @property
     def config(self) -> EngineConfig: ...
 
-    def add_request(
-        self,
-        prompt: str | Sequence[int],
-        adapter_id: str | None = None,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        tenant: str = DEFAULT_TENANT,
-        priority: int = 0,
-        deadline_s: float | None = None,
-    ) -> str: ...
+    def add_requests(self, asked: Sequence[GenerateRequest]) -> None: ...
     def abort(self, request_id: str) -> list[StreamEvent]: ...
     def step(self) -> list[StreamEvent]: ...
     def has_unfinished(self) -> bool: ...
@@ -112,19 +102,6 @@ class _NullObserver:
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
     def refused(self, tenant: str, reason: str) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateRequest:
-    """One prompt, how to continue it, and when; `request_id` must be unique among unfinished requests."""
-
-    request_id: str
-    prompt: str | Sequence[int]
-    adapter_id: str | None
-    params: SamplingParams
-    tenant: str = DEFAULT_TENANT
-    priority: int = 0
-    deadline_s: float | None = None
 
 
 class EventStream:
@@ -253,7 +230,7 @@ class AsyncEngine:
     async def submit(self, requests: Sequence[GenerateRequest]) -> EventStream:
         """Add all requests, or none; returns once the engine has accepted them.
 
-        Raises ValueError, UnknownAdapterError and LimitExceededError of `Engine.add_request`,
+        Raises ValueError, UnknownAdapterError and LimitExceededError of `Engine.add_requests`,
         EngineDeadError, ShuttingDownError.
         """
         self._check_accepting()
@@ -437,29 +414,11 @@ class AsyncEngine:
                 future.set_result(result)
 
     def _add(self, stream: EventStream, requests: Sequence[GenerateRequest]) -> None:
-        added: list[str] = []
-        try:
-            for request in requests:
-                if request.request_id in self._routes:
-                    raise ValueError(f"request id '{request.request_id}' is in use; choose another")
-                self._engine.add_request(
-                    request.prompt,
-                    request.adapter_id,
-                    request.params,
-                    request.request_id,
-                    tenant=request.tenant,
-                    priority=request.priority,
-                    deadline_s=request.deadline_s,
-                )
-                self._routes[request.request_id] = _Route(
-                    stream, request.adapter_id, set(range(request.params.n))
-                )
-                added.append(request.request_id)
-        except BaseException:
-            for request_id in added:
-                del self._routes[request_id]
-                self._engine.abort(request_id)
-            raise
+        self._engine.add_requests(requests)
+        for request in requests:
+            self._routes[request.request_id] = _Route(
+                stream, request.adapter_id, set(range(request.params.n))
+            )
 
     def _deliver(self, events: Iterable[StreamEvent]) -> None:
         """Hand events to their listeners with one wake-up a loop; events without a listener are dropped."""

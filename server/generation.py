@@ -22,8 +22,9 @@ from starlette.types import Receive, Scope, Send
 
 from slora_jax.errors import LimitExceededError, UnknownAdapterError
 from slora_jax.outputs import StreamEvent, TokenLogprobs
+from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.server.async_engine import EventStream, GenerateRequest
+from slora_jax.server.async_engine import EventStream
 from slora_jax.server.context import ServerContext
 from slora_jax.server.errors import ApiError, as_api_error, bad_request, too_many_requests, unavailable
 from slora_jax.server.schemas import PromptTokensDetails, SamplingBody, Usage

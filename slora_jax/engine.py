@@ -25,7 +25,7 @@ from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.registry import AdapterRegistry
-from slora_jax.lora.store import AdapterStore
+from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -39,7 +39,7 @@ from slora_jax.outputs import (
     RequestOutput,
     StreamEvent,
 )
-from slora_jax.request import DEFAULT_TENANT, Request, Sequence
+from slora_jax.request import DEFAULT_TENANT, GenerateRequest, Request, Sequence
 from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -219,9 +219,10 @@ class Engine:
         order.
 
         One adapter id or SamplingParams serves all prompts; lists must be as long as `prompts`. `tenant`,
-        `priority` and `deadline_s` (see `add_request`) are those of all prompts. Raises ValueError or
+        `priority` and `deadline_s` (see `add_request`) are those of all prompts. They are queued at once,
+        even beyond the limit of a queue: whoever calls this waits for them. Raises ValueError or
         UnknownAdapterError before anything runs where one of the requests cannot be served, and
-        LimitExceededError where they exceed their tenant's or an adapter's limits.
+        LimitExceededError where they exceed the tokens a minute of their tenant or an adapter.
         """
         requests = self._intake.many(
             prompts, adapter_ids, sampling_params, tenant=tenant, priority=priority, deadline_s=deadline_s
@@ -277,8 +278,27 @@ class Engine:
             priority=priority,
             deadline_s=deadline_s,
         )
-        self._enqueue(request)
+        self._enqueue([request])
         return request.request_id
+
+    def add_requests(self, asked: Seq[GenerateRequest]) -> None:
+        """Queue all of these requests, or none: raises like `add_request` for the first that cannot be
+        served, and LimitExceededError where they exceed a limit together.
+        """
+        self._enqueue(
+            [
+                self._intake.one(
+                    a.prompt,
+                    a.adapter_id,
+                    a.params,
+                    request_id=a.request_id,
+                    tenant=a.tenant,
+                    priority=a.priority,
+                    deadline_s=a.deadline_s,
+                )
+                for a in asked
+            ]
+        )
 
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
@@ -440,8 +460,7 @@ class Engine:
         """
         mine = {r.request_id for r in requests}
         try:
-            for request in requests:
-                self._enqueue(request)
+            self._enqueue(requests, queue_limits=False)
             while not all(r.finished for r in requests) or any(
                 e.request_id in mine for e in self._undelivered
             ):
@@ -484,23 +503,31 @@ class Engine:
                 self._undelivered += self._end(request, "error", reason)
         return bool(failures)
 
-    def _enqueue(self, request: Request) -> None:
-        if request.request_id in self._requests:
-            raise ValueError(
-                f"request id '{request.request_id}' is in use; ids must differ among unfinished requests"
-            )
-        self._intake.check_room(request)
-        if request.adapter is not None:
-            self._adapters.acquire(request.adapter)
+    def _enqueue(self, requests: Seq[Request], *, queue_limits: bool = True) -> None:
+        """All of them, or none and an error."""
+        ids: set[str] = set()
+        for request in requests:
+            if request.request_id in self._requests or request.request_id in ids:
+                raise ValueError(
+                    f"request id '{request.request_id}' is in use; ids must differ among unfinished requests"
+                )
+            ids.add(request.request_id)
+            self._intake.check_room(request)
+        acquired: list[Adapter] = []
         try:
-            self._scheduler.waiting.check(request)
+            for request in requests:
+                if request.adapter is not None:
+                    self._adapters.acquire(request.adapter)
+                    acquired.append(request.adapter)
+            self._scheduler.waiting.check(requests, queue=queue_limits)
         except BaseException:
-            if request.adapter is not None:
-                self._adapters.release(request.adapter)
+            for adapter in acquired:
+                self._adapters.release(adapter)
             raise
-        self._requests[request.request_id] = request
-        for sequence in request.sequences:
-            self._scheduler.add(sequence)
+        for request in requests:
+            self._requests[request.request_id] = request
+            for sequence in request.sequences:
+                self._scheduler.add(sequence)
 
     def _rewind(self) -> None:
         """After a step that broke off: sampled tokens that were not collected are computed again, to the same

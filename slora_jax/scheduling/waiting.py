@@ -53,10 +53,10 @@ class WaitingQueue:
         """Names of the adapters that waiting sequences need, each once."""
         return self._adapters.keys()
 
-    def check(self, request: Request) -> None:
-        """Charge a request to its tenant and adapter before it is added; raises LimitExceededError."""
+    def check(self, requests: Iterable[Request], *, queue: bool = True) -> None:
+        """Charge requests to their tenants and adapters before they are added; see `Limits.check`."""
         if self._limits is not None:
-            self._limits.check(request)
+            self._limits.check(requests, queue=queue)
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence."""

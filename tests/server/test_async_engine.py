@@ -12,8 +12,9 @@ import pytest
 
 from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError
 from slora_jax.outputs import StreamEvent
+from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.server.async_engine import AsyncEngine, GenerateRequest
+from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
 from tests.server.fake_engine import FakeEngine
 
@@ -56,7 +57,7 @@ def test_generates_and_keeps_threads_apart(tmp_path: Path) -> None:
         await bridge.unload_adapter("sql")
 
     run(engine, body)
-    for method in ("add_request", "step", "load_adapter", "unload_adapter"):
+    for method in ("add_requests", "step", "load_adapter", "unload_adapter"):
         assert engine.threads[method] == {"engine"}, method
     assert engine.threads["prepare_adapter"] == {"adapter-loader_0"}
 

@@ -64,13 +64,22 @@ def test_over_a_limit_is_429_with_the_reason_and_when_to_come_back(stream: bool)
 
 
 def test_of_several_prompts_over_a_limit_none_is_left_behind() -> None:
-    engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16, tenant_max_queue=2)
+    engine = simulated_engine(
+        num_pages=60, max_batch_size=1, max_step_tokens=16, tenant_max_queue=3, tenant_tokens_per_minute=6
+    )
     with serve(engine) as live:
-        body = {"prompt": [[1], [2], [3]], "max_tokens": 4, "user": "alice"}
-        refused = live.post("/v1/completions", body)
+        body = {"prompt": [[1], [2], [3]], "max_tokens": 1, "user": "alice"}
+        never = live.post("/v1/completions", {**body, "prompt": [[1], [2], [3], [4]]})
+        assert never.status_code == 400
+        assert "4 sequences at once never fit tenant_max_queue 3" in never.json()["error"]["message"]
+        assert live.post("/v1/completions", body).status_code == 200
+        refused = live.post("/v1/completions", body)  # three prompts and outputs are 6 tokens
         assert refused.status_code == 429
-        assert "tenant_max_queue 2" in refused.json()["error"]["message"]
-        assert live.post("/v1/completions", {**body, "prompt": [[1], [2]]}).status_code == 200
+        assert "tenant_tokens_per_minute 6" in refused.json()["error"]["message"]
+        wait_for(lambda: live.engine.latest_stats.num_running == 0)
+        assert (engine.stats().requests_finished, engine.stats().requests_aborted) == (3, 0)
+        long = {"prompt": [[1, 2, 3] * 3, [2, 1] * 5], "max_tokens": 4, "user": "bob"}
+        assert live.post("/v1/completions", long).status_code == 200  # more than a minute's, yet not for ever
     engine.check_integrity()
 
 

@@ -18,7 +18,7 @@ from slora_jax.server.schemas import LoadLoraRequest, PinLoraRequest, UnloadLora
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")  # no comma: metrics join names by it
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # no comma: metrics join names by it
 
 
 async def load_lora_adapter(request: Request) -> Response:
@@ -28,7 +28,10 @@ async def load_lora_adapter(request: Request) -> Response:
     name = body.lora_name
     if not name or not body.lora_path:
         raise ApiError(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
-    _check_name(name, context.base_name)
+    _check_name(name)
+    if name == context.base_name:
+        message = f"'{name}' is the name of the base model; choose another name for the adapter"
+        raise ApiError(400, "InvalidUserInput", message, "lora_name")
     if not body.load_inplace and any(info.name == name for info in context.engine.known_adapters):
         raise _already_loaded(name)  # before its files are read; the engine has the last word
     path = _adapter_path(body.lora_path, context.config.adapter_root)
@@ -100,6 +103,8 @@ def _refused(given: str, error: OSError | ValueError) -> ApiError:
 
 
 def _not_found(name: str) -> ApiError:
+    """404; raises 400 for what is no adapter's name."""
+    _check_name(name)
     return ApiError(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.", "lora_name")
 
 
@@ -113,12 +118,9 @@ def _already_loaded(name: str) -> ApiError:
     )
 
 
-def _check_name(name: str, base_name: str) -> None:
+def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        message = "lora_name must be 1 to 128 letters, digits and . _ : / -, and begin with a letter or digit"
-        raise ApiError(400, "InvalidUserInput", message, "lora_name")
-    if name == base_name:
-        message = f"'{name}' is the name of the base model; choose another name for the adapter"
+        message = "lora_name must be 1 to 128 letters, digits and . _ : -, and begin with a letter or digit"
         raise ApiError(400, "InvalidUserInput", message, "lora_name")
 
 

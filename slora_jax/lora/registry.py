@@ -7,6 +7,7 @@ is `store.py`'s, how weights come from disk to the device `loader.py`'s.
 from __future__ import annotations
 
 import os
+import unicodedata
 import weakref
 from collections.abc import Callable, Mapping, Set
 
@@ -165,5 +166,9 @@ class AdapterRegistry:
 
 
 def _check_name(name: str) -> None:
-    if not as_kind("an adapter's name", name, str) or name != name.strip():
-        raise ValueError(f"an adapter's name must not be empty or begin or end with a space, got {name!r}")
+    as_kind("an adapter's name", name, str)
+    if not name or name != name.strip() or any(unicodedata.category(c) in ("Cc", "Cs") for c in name):
+        raise ValueError(
+            "an adapter's name must not be empty, begin or end with a space, or hold control characters or "
+            f"lone surrogates, got {name!r}"
+        )

@@ -299,8 +299,10 @@ def test_adapter_names(engine: Engine, adapters: dict[str, Path]) -> None:
         engine.load_adapter("qv_r3", adapters["qv_r3"])
     with pytest.raises(UnknownAdapterError):
         engine.unload_adapter("nobody")
-    with pytest.raises(ValueError, match="must not be empty"):
-        engine.load_adapter("", adapters["qv_r3"])
+    for name in ("", " a", "a\n", "a\0b", "a\x7fb", "\ud800"):
+        for enter in (engine.load_adapter, engine.register_adapter):
+            with pytest.raises(ValueError, match="must not be empty, begin or end with a space, or hold"):
+                enter(name, adapters["qv_r3"])
     with pytest.raises(ValueError, match="an adapter's name must be a string, got 5"):
         engine.load_adapter(5, adapters["qv_r3"])  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):

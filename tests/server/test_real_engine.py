@@ -198,6 +198,63 @@ def test_refusals_of_the_engine_are_bad_requests(live: LiveServer, tmp_path: Pat
     assert live.get("/health").status_code == 200
 
 
+_NUMBERS = (  # fields of a completion that are integers; numbers
+    ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "priority"),
+    ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "deadline_s"),
+)
+
+
+def _ask(live: LiveServer, field: str, value: str) -> httpx.Response:
+    fields = {"model": '"q"', "prompt": "[1]", "max_tokens": "2", field: value}
+    content = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
+    headers = {"content-type": "application/json"}
+    url = live.url + "/v1/completions"
+    return httpx.post(url, content=content.encode(), headers=headers, trust_env=False, timeout=60)
+
+
+@pytest.mark.parametrize("field", [*_NUMBERS[0], *_NUMBERS[1]])
+def test_numbers_are_read_as_vllm_reads_them_and_others_are_refused_by_name(
+    live: LiveServer, field: str
+) -> None:
+    served = {200, 503} if field == "deadline_s" else {200}  # it may have passed
+    for good in ("1", "1.0", '"1"', '" 1 "', "1e0", "null"):
+        assert _ask(live, field, good).status_code in served, good
+    bad = ["[]", "{}", "[1]", '""', '"x"', "NaN", "1e400", "-1e400", f'"{"9" * 5000}"', '"1, 2"', '"0x1"']
+    bad += ["1.5", '"1.5"', "1e30", '"1e0"'] if field in _NUMBERS[0] else ['"inf"', '"nan"']
+    for value in bad:
+        error = _ask(live, field, value).json()["error"]
+        assert (error["code"], error["param"]) == (400, field), value
+        assert error["message"].startswith(f"{field}: "), value
+    for extreme in ("-1", "0", "-0.0", "9" * 40, "1e38", "1e39", "-1e39", "5e-324", str(2**31), str(2**64)):
+        assert _ask(live, field, extreme).status_code in served | {400}, extreme
+    assert live.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [
+        ("stop_token_ids", "[3.0]", 200),
+        ("stop_token_ids", '["3"]', 200),
+        ("stop_token_ids", "[3.5]", 400),
+        ("stop_token_ids", "[-1]", 400),
+        ("stop_token_ids", f"[{10**30}]", 400),
+        ("logit_bias", '{"5": "1.5"}', 200),
+        ("logit_bias", '{"5": 1e400}', 400),
+        ("logit_bias", '{"x": 1}', 400),
+        ("logit_bias", f'{{"{10**30}": 1}}', 400),
+        ("prompt", "[1.0]", 400),
+        ("prompt", "[true]", 400),
+        ("prompt", "[-1]", 400),
+        ("prompt", f"[{10**30}]", 400),
+    ],
+)
+def test_token_ids_that_are_no_integers_are_refused(
+    live: LiveServer, field: str, value: str, status: int
+) -> None:
+    assert _ask(live, field, value).status_code == status
+    assert live.get("/health").status_code == 200
+
+
 def _break(folder: Path, how: str) -> None:
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     match how:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class ServerConfig:
     admin_api_key: str | None = None  # of the admin routes
     adapter_root: str | os.PathLike[str] | None = None  # adapters must lie in it; relative paths start there
     max_body_bytes: int = 16 << 20
+    body_timeout_seconds: float = 60.0  # within which all of a body must have come
     max_sequences_per_request: int = 1024  # prompts * n
     drain_seconds: float = 30.0  # running requests may finish for so long after SIGTERM
 
@@ -33,6 +35,10 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_sequences_per_request"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ServerConfig: {name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.body_timeout_seconds < math.inf:
+            raise ValueError(
+                f"ServerConfig: body_timeout_seconds must be above 0, got {self.body_timeout_seconds}"
+            )
         if self.drain_seconds < 0:
             raise ValueError(f"ServerConfig: drain_seconds must not be negative, got {self.drain_seconds}")
         if self.adapter_root is not None:

@@ -26,6 +26,7 @@ SERVER_HELP: Mapping[str, str] = {  # a field of ServerConfig -> its help text
     "admin_api_key": "key of those routes; None: $SLORA_ADMIN_API_KEY",
     "adapter_root": "load adapters from folders in this one only; relative paths start there",
     "max_body_bytes": "largest request",
+    "body_timeout_seconds": "how long a request's body may take to arrive",
     "max_sequences_per_request": "most prompts times n in one request",
     "drain_seconds": "how long running requests may go on after SIGTERM",
 }

@@ -255,6 +255,8 @@ def test_probes_need_no_key_and_the_openai_client_sends_one() -> None:
         ({"api_key": "x", "admin_api_key": "x"}, "must differ"),
         ({"max_body_bytes": 0}, "at least 1"),
         ({"drain_seconds": -1}, "negative"),
+        ({"body_timeout_seconds": 0}, "body_timeout_seconds must be above 0"),
+        ({"body_timeout_seconds": float("nan")}, "body_timeout_seconds must be above 0"),
         ({"adapter_root": "/no/such/folder"}, "not a folder"),
     ],
 )

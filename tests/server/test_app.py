@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -127,6 +129,39 @@ def test_a_body_without_a_declared_length_is_limited_too(small: LiveServer) -> N
     chunks = (b" " * 1000 for _ in range(10))
     response = httpx.post(f"{small.url}/v1/completions", content=chunks, headers=headers, trust_env=False)
     assert response.status_code == 413
+
+
+_SIZED, _CHUNKED = "Content-Length: 200", "Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize("header", [_SIZED, _CHUNKED])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/load_lora_adapter"]
+)
+def test_a_body_that_trickles_is_cut_off(path: str, header: str) -> None:
+    config = ServerConfig(body_timeout_seconds=0.4, drain_seconds=0)
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n{header}\r\n\r\n"
+    with serve(FakeEngine(tokenizer=ByteTokenizer()), config) as live:
+        address = ("127.0.0.1", httpx.URL(live.url).port or 0)
+        with socket.create_connection(address, timeout=0.05) as client:
+            client.sendall(head.encode())
+            started, answer = time.monotonic(), b""
+            while b"408" not in answer:  # it never stops for longer than 0.05 s
+                assert time.monotonic() - started < 5
+                client.sendall(b" " if header == _SIZED else b"1\r\n \r\n")
+                with contextlib.suppress(TimeoutError):
+                    answer += client.recv(4096)
+            assert time.monotonic() - started > 0.3
+            client.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                while more := client.recv(4096):
+                    answer += more
+        reply, _, body = answer.partition(b"\r\n\r\n")
+        assert b"connection: close" in reply.lower()
+        error = json.loads(body)["error"]
+        assert (error["type"], error["code"]) == ("RequestTimeoutError", 408)
+        assert "within 0.4 s" in error["message"]
+        assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 
 def test_served_model_name(small: LiveServer) -> None:

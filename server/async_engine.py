@@ -4,7 +4,7 @@ Who owns what, and which thread may touch it:
 
 - The *engine thread* (one daemon thread an `AsyncEngine`) owns the `Engine` from `start()` until it ends, and
   `_routes`, the table request id -> who listens. No other thread calls the engine, but for `prepare_adapter`
-  (no engine state) and the tokenizer (immutable).
+  (no engine state), `under_way` and the tokenizer (immutable).
 - The *inbox* (`queue.SimpleQueue`) is the only way in: a command is a function to run on the engine thread
   and a future for its result. Commands run in the order they were posted, between two steps; a blocked `get`
   is the idle state, so posting wakes the engine. `_lock` guards only "is it closed, else put": once `_closed`
@@ -13,7 +13,8 @@ Who owns what, and which thread may touch it:
   hands over the events of a step with one `loop.call_soon_threadsafe` a loop, whatever the number of tokens
   and requests.
 - `latest_stats` and `known_adapters` are immutable snapshots; the engine thread replaces the reference,
-  anybody reads.
+  anybody reads. So it is with the time that `stalled_seconds` counts from; `under_way` reads the engine's
+  own state in a way that any thread may.
 
 Request ids are chosen by the submitter, hence an abort may be posted while its add is still in the inbox:
 order makes it right. A stream that is closed early (client gone, task cancelled) posts that abort; the engine
@@ -79,6 +80,9 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> list[StreamEvent]: ...
     def step(self) -> list[StreamEvent]: ...
     def has_unfinished(self) -> bool: ...
+    @property
+    def num_steps(self) -> int: ...
+    def under_way(self) -> str: ...
     def load_adapter(self, name: str, path: Any, *, replace: bool = False) -> AdapterInfo: ...
     def prepare_adapter(self, path: Any) -> Any: ...
     def unload_adapter(self, name: str) -> None: ...
@@ -201,6 +205,7 @@ class AsyncEngine:
         self._stopping = False  # engine thread: end when idle
         self._routes: dict[str, _Route] = {}
         self._stats_time = 0.0
+        self._moved_at: float | None = None  # when a step last completed, or work began; None: idle
         self._loader = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="adapter-loader")
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -226,6 +231,16 @@ class AsyncEngine:
     def accepting(self) -> bool:
         """Whether new requests are taken."""
         return self._accepting and self._closed is None
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long no step has completed though work is queued; 0 while idle."""
+        since = self._moved_at
+        return 0.0 if since is None else time.monotonic() - since
+
+    def under_way(self) -> str:
+        """What the engine is at, in words; also while it hangs."""
+        return self._engine.under_way()
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> EventStream:
         """Add all requests, or none; returns once the engine has accepted them.
@@ -372,6 +387,7 @@ class AsyncEngine:
         except BaseException as error:  # whatever it is, nobody may be left waiting
             logger.exception("the engine died")
             closed = EngineDeadError(f"the engine died: {type(error).__name__}: {error}")
+        self._moved_at = None
         with self._lock:
             self._closed = closed
         self._fail_open_requests(str(closed))
@@ -384,14 +400,20 @@ class AsyncEngine:
         """Commands that wait (or, when idle, the next one), then a step. False: stopped and drained."""
         idle = not self._engine.has_unfinished()
         if idle:
+            self._moved_at = None
             self._publish()
             if self._stopping:
                 return False
         self._run_commands(wait=idle)
         if self._engine.has_unfinished():
-            started = time.monotonic()
-            self._deliver(self._engine.step())
+            started, steps = time.monotonic(), self._engine.num_steps
+            if self._moved_at is None:
+                self._moved_at = started
+            events = self._engine.step()
+            self._deliver(events)
             now = time.monotonic()
+            if events or self._engine.num_steps > steps:
+                self._moved_at = now
             self.observer.step(now - started)
             if now - self._stats_time > _STATS_PERIOD:
                 self._publish()

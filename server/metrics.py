@@ -149,6 +149,11 @@ class _EngineCollector(Collector):
             ("slora:adapter_host_bytes", "Host memory of adapters' copies", stats.loading.host_bytes),
             ("slora:pinned_adapters", "Adapters whose names are pinned", stats.adapters_pinned),
             ("slora:pinned_pages", "Pages that pinned adapters take, or will", stats.pages_pinned),
+            (
+                "slora:engine_stalled_seconds",
+                "Time without a completed step while work is queued",
+                self._engine.stalled_seconds,
+            ),
             ("slora:engine_up", "1 while the engine serves", float(self._engine.death is None)),
         ):
             family = GaugeMetricFamily(name, text, labels=["model_name"])

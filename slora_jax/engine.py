@@ -3,7 +3,7 @@
     engine = Engine.from_pretrained("model.gguf", adapters={"pirate": "adapters/pirate"})
     engine.generate(["Ahoy?", "Hello?"], adapter_ids=["pirate", None])
 
-One thread owns an engine; only `prepare_adapter` and the tokenizer may be called from others.
+One thread owns an engine; only `prepare_adapter`, `under_way` and the tokenizer may be called from others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import jax
@@ -51,6 +51,7 @@ from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_mod
 logger = logging.getLogger(__name__)
 
 _STAGING_BYTES = 64 << 20  # at least, where nobody chose
+_SHOWN = 8  # names in a message
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
 
@@ -152,7 +153,7 @@ class Engine:
             ("steps", "prompt_tokens", "output_tokens", "finished", "aborted", "failed"), 0
         )
         self._last_step = (0.0, 0)
-        self._last_plan = StepPlan([], [])
+        self._last_plan = self._planned = StepPlan([], [])  # counted; made, and perhaps not launched yet
 
     @classmethod
     def from_pretrained(
@@ -320,7 +321,7 @@ class Engine:
         for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
             self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
         try:
-            plan = self._schedule()
+            self._planned = plan = self._schedule()
             launched = self._runner.launch(plan) if plan else None
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
@@ -424,6 +425,24 @@ class Engine:
             last_step_seconds=self._last_step[0],
             last_step_tokens=self._last_step[1],
             loading=self._loader.stats(),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps launched since the start."""
+        return self._counters["steps"]
+
+    def under_way(self) -> str:
+        """What the engine is at, for the log of one that hangs: its last step, requests, adapters in
+        transfer. Safe in any thread, also while `step` runs.
+        """
+        plan, requests = self._planned, list(self._requests)
+        stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
+        return (
+            f"the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks of "
+            f"prompts, {plan.num_tokens} tokens (shape: {self._runner.shape}), of requests {_some(stepped)}; "
+            f"{len(requests)} requests have not ended: {_some(requests)}; "
+            f"adapters in transfer: {_some(self._loader.under_way())}"
         )
 
     def warmup(self, progress: Progress | None = None) -> None:
@@ -595,6 +614,13 @@ class Engine:
             max(0, min(c.start + c.count, c.sequence.prompt_len) - c.start) for c in plan
         )
         self._last_step = (seconds, plan.num_tokens)
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first few, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more if every else "none"
 
 
 def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:

@@ -228,6 +228,13 @@ class AdapterLoader:
             copy_seconds=self._copy_seconds,
         )
 
+    def under_way(self) -> list[str]:
+        """Adapters that are read or copied, and for how long. Safe in any thread."""
+        now = time.monotonic()
+        reads = [f"'{r.adapter.name}' (read for {now - r.since:.1f} s)" for r in list(self._reading.values())]
+        copies = [t for t in list(self._transfers) if t.valid and t.copy is not None]
+        return reads + [f"'{t.adapter.name}' (copied for {now - t.since:.1f} s)" for t in copies]
+
     def check_integrity(self) -> None:
         """States and what is under way agree; raises AssertionError saying what does not."""
         valid = {t.adapter.generation for t in self._transfers if t.valid}

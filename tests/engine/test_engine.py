@@ -414,3 +414,14 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(engine: Engine, 
     assert "not finite" in str(bad.outputs[0].error)
     assert good.token_ids == engine.generate([[1, 2, 3]], None, GREEDY)[0].token_ids
     assert engine.stats().requests_failed == 1
+
+
+def test_what_is_under_way_names_the_steps_shape_and_the_requests(engine: Engine) -> None:
+    engine.add_request([1, 2, 3], None, GREEDY, "mine")
+    engine.step()
+    told = engine.under_way()
+    assert "has 0 decodes and 1 chunks of prompts, 3 tokens (shape: StepShape(decode_rows=" in told
+    assert "of requests mine; 1 requests have not ended: mine; adapters in transfer: none" in told
+    engine.abort("mine")
+    while engine.has_unfinished():
+        engine.step()

@@ -208,6 +208,13 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def num_steps(self) -> int:
+        return self._steps
+
+    def under_way(self) -> str:
+        return f"requests {sorted({running.request_id for running in self._queue})}"
+
     def prepare_adapter(self, path: Any) -> PreparedFake:
         self._seen("prepare_adapter")
         time.sleep(self.prepare_seconds)

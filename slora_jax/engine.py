@@ -508,7 +508,9 @@ class Engine:
             self._loader.transfer()
             if not self._fail_loads() and self.config.adapter_prefetch:
                 floor = int(self.config.prefetch_watermark * self._pool.usable_for("adapter"))
-                self._loader.prefetch(self._pool.free_for("adapter") - floor)
+                guess = self._loader.prefetch(self._pool.free_for("adapter") - floor)
+                if guess is not None:
+                    self._scheduler.waiting.came_near(guess)
             left = until - time.monotonic()
             idle = self._in_flight is None and not self._undelivered and self._requests
             if plan or not idle or left <= 0 or not self._loader.wait(left):

@@ -194,12 +194,12 @@ class AdapterLoader:
         failed, self._failed = list(self._failed.values()), {}
         return failed
 
-    def prefetch(self, free_pages: int) -> None:
+    def prefetch(self, free_pages: int) -> Adapter | None:
         """Where nothing is under way, bring back the likeliest of recently evicted adapters, into at most
-        `free_pages` pages: nothing gives way for a guess, in the pool or in host memory.
+        `free_pages` pages: nothing gives way for a guess, in the pool or in host memory. Returns it.
         """
         if self._reading or self._transfers:
-            return
+            return None
         host = self._store.host
         candidates = [
             a
@@ -209,6 +209,8 @@ class AdapterLoader:
         self._guess = max(candidates, key=lambda a: a.usage, default=None)
         if self._guess is not None and (self._guess.host is not None or host.free >= self._guess.host_bytes):
             self.seek(self._guess, room=True, waits=False)
+            return self._guess
+        return None
 
     def stats(self) -> LoadStats:
         """A snapshot for metrics."""

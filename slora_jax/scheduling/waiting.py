@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from slora_jax.config import EngineConfig
+from slora_jax.lora.store import Adapter
 from slora_jax.request import Request, Sequence
 from slora_jax.scheduling.early_abort import EarlyAbort, Overdue
 from slora_jax.scheduling.limits import Limit, Limits
@@ -111,14 +112,18 @@ class WaitingQueue:
         self._turn.adapter = sequence.adapter
         adapter = sequence.adapter
         if adapter is not None and adapter.in_use == 1:  # the first of the batch
-            for order in self._seekers.get(adapter, ()):
-                order.came_near(adapter)
+            self.came_near(adapter)
         if had_run:
             return
         if self._limits is not None:
             self._limits.admitted(sequence)
         if self._early is not None:
             self._early.started(sequence.request)
+
+    def came_near(self, adapter: Adapter) -> None:
+        """An adapter was brought into the batch, or is being loaded though nobody near his turn asked."""
+        for order in self._seekers.get(adapter, ()):
+            order.came_near(adapter)
 
     def ended(self, sequence: Sequence) -> None:
         """It has ended, while it waited or while it ran."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -639,6 +640,54 @@ def test_waiting_requests_have_their_adapters_loaded_before_their_turn() -> None
     assert bench.engine.stats().loading.prefetches_useful == 3
     assert bench.engine.stats().loading.wait_seconds == 0
     assert events[first][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("policy", "first"), [("fcfs", "b"), ("cluster", "a"), ("vtc+cluster", "a")], ids=str
+)
+def test_cluster_prefers_an_adapter_that_is_on_its_way_to_one_that_would_have_to_be_read(
+    policy: str, first: str
+) -> None:
+    bench = Bench(
+        num_pages=90, max_batch_size=1, max_step_tokens=16, adapter_prefetch=1, scheduling_policy=policy
+    )
+    bench.register("a", 7)
+    bench.register("b", 8)
+    bench.engine.add_request([9], None, SamplingParams(max_tokens=12))
+    bench.engine.step()
+    gone = bench.engine.add_request([1, 2], "a", GREEDY)
+    asked = {bench.engine.add_request([1, 2], name, GREEDY): name for name in ("b", "a")}
+    bench.engine.step()  # the one that is next has its adapter read
+    assert bench.engine._adapters.get("a").state == "reading"
+    bench.engine.abort(gone)
+    bench.engine.step()
+    assert bench.engine._adapters.get("b").state == ("reading" if first == "b" else "registered")
+    ended = [request for request in bench.run() if request in asked]
+    assert [asked[request] for request in ended] == [first, "ab".replace(first, "")]
+
+
+def test_cluster_prefers_an_adapter_that_is_loaded_on_a_guess() -> None:
+    sizes: dict[str, Any] = {"num_pages": 30, "max_batch_size": 1, "max_step_tokens": 32}
+    fields: dict[str, Any] = {
+        "adapter_prefetch": 1,
+        "prefetch_watermark": 0.0,
+        "enable_prefix_caching": False,
+    }
+    bench = Bench(**sizes, **fields, scheduling_policy="cluster")
+    bench.register("a", 7)
+    bench.register("b", 8)
+    bench.engine.add_request([4], "a", GREEDY)
+    bench.run()
+    bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))  # needs every page
+    bench.run()
+    assert bench.engine.stats().adapters_resident == 0
+    running, following = (bench.engine.add_request([9], None, GREEDY) for _ in range(2))
+    second, first = (bench.engine.add_request([1, 2], name, GREEDY) for name in ("b", "a"))
+    bench.engine.step()  # nobody but the next one has its adapter loaded, and that is the base's
+    assert [info.state for info in bench.engine.adapters()] == ["staged", "registered"]
+    with contextlib.closing(bench.engine._scheduler.waiting.candidates()) as candidates:
+        assert [s.request.request_id for s in candidates] == [following, first, second]
+    assert running in bench.run()
 
 
 def test_an_adapter_that_gave_way_comes_back_when_pages_are_free() -> None:

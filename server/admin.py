@@ -32,7 +32,7 @@ async def load_lora_adapter(request: Request) -> Response:
     if name == context.base_name:
         message = f"'{name}' is the name of the base model; choose another name for the adapter"
         raise ApiError(400, "InvalidUserInput", message, "lora_name")
-    if not body.load_inplace and any(info.name == name for info in context.engine.known_adapters):
+    if not body.load_inplace and context.engine.known_adapter(name) is not None:
         raise _already_loaded(name)  # before its files are read; the engine has the last word
     path = _adapter_path(body.lora_path, context.config.adapter_root)
     try:

@@ -165,10 +165,10 @@ async def model(request: Request) -> Response:
     name = request.path_params["model"]
     if name == context.base_name:
         return _json(_card(context, None))
-    for info in context.engine.known_adapters:
-        if info.name == name:
-            return _json(_card(context, info))
-    raise context.unknown_model(name)
+    info = context.engine.known_adapter(name)
+    if info is None:
+        raise context.unknown_model(name)
+    return _json(_card(context, info))
 
 
 async def tokenize(request: Request) -> Response:

@@ -12,9 +12,10 @@ Who owns what, and which thread may touch it:
 - The *event loop* that submitted requests owns their `EventStream` and its asyncio queue. The engine thread
   hands over the events of a step with one `loop.call_soon_threadsafe` a loop, whatever the number of tokens
   and requests.
-- `latest_stats` and `known_adapters` are immutable snapshots; the engine thread replaces the reference,
-  anybody reads. So it is with the time that `stalled_seconds` counts from; `under_way` reads the engine's
-  own state in a way that any thread may.
+- `latest_stats` is an immutable snapshot; the engine thread replaces the reference, anybody reads. So it is
+  with the time that `stalled_seconds` counts from. The table of known adapters changes one entry at a time,
+  so a load costs the same however many are registered; others look up a name or copy it, each in one
+  operation. `under_way` reads the engine's own state in a way that any thread may.
 
 Request ids are chosen by the submitter, hence an abort may be posted while its add is still in the inbox:
 order makes it right. A stream that is closed early (client gone, task cancelled) posts that abort; the engine
@@ -193,7 +194,7 @@ class AsyncEngine:
         self.max_model_len = engine.max_model_len
         self.config = engine.config
         self.latest_stats = engine.stats()
-        self.known_adapters = _registered(engine)  # those that new requests may name
+        self._known = {info.name: info for info in engine.adapters() if info.state != "draining"}
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
             queue.SimpleQueue()
         )
@@ -289,7 +290,8 @@ class AsyncEngine:
 
         def register() -> AdapterInfo:
             info = self._engine.load_adapter(name, prepared, replace=replace)
-            self._publish(adapters=True)
+            self._known[name] = info
+            self._publish()
             return info
 
         return await self._call(register)
@@ -299,7 +301,8 @@ class AsyncEngine:
 
         def unregister() -> None:
             self._engine.unload_adapter(name)
-            self._publish(adapters=True)
+            self._known.pop(name, None)
+            self._publish()
 
         await self._call(unregister)
 
@@ -309,10 +312,20 @@ class AsyncEngine:
         """
 
         def pin() -> None:
-            (self._engine.pin_adapter if pinned else self._engine.unpin_adapter)(name)
-            self._publish(adapters=True)
+            change = self._engine.pin_adapter if pinned else self._engine.unpin_adapter
+            self._known[name] = change(name)
+            self._publish()
 
         await self._call(pin)
+
+    @property
+    def known_adapters(self) -> tuple[AdapterInfo, ...]:
+        """Those that new requests may name, as they were when they were loaded, pinned or unpinned last."""
+        return tuple(self._known.values())
+
+    def known_adapter(self, name: str) -> AdapterInfo | None:
+        """One of them."""
+        return self._known.get(name)
 
     async def adapters(self) -> list[AdapterInfo]:
         """Adapters as they are now (`known_adapters` needs no wait, and its `state` and `running` are
@@ -487,15 +500,9 @@ class AsyncEngine:
         for request_id in list(self._routes):
             self._deliver(self._engine.abort(request_id))
 
-    def _publish(self, adapters: bool = False) -> None:
-        if adapters:
-            self.known_adapters = _registered(self._engine)
+    def _publish(self) -> None:
         self.latest_stats = self._engine.stats()
         self._stats_time = time.monotonic()
-
-
-def _registered(engine: EngineLike) -> tuple[AdapterInfo, ...]:
-    return tuple(info for info in engine.adapters() if info.state != "draining")
 
 
 def _receive_all(now: float, batch: list[tuple[EventStream, list[StreamEvent]]]) -> None:

@@ -49,7 +49,7 @@ class ServerContext:
     def check_model(self, model: str | None) -> str:
         """The name to echo; raises ApiError 404 if it was unknown when adapters last changed."""
         name = self.adapter_of(model)
-        if name is not None and all(info.name != name for info in self.engine.known_adapters):
+        if name is not None and self.engine.known_adapter(name) is None:
             raise self.unknown_model(model)
         return name or self.base_name
 

@@ -302,8 +302,8 @@ def test_of_a_broken_adapter_clients_see_the_file_and_never_where_it_lies(
 ) -> None:
     write_peft_adapter(tmp_path / "broken", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4})
     given = os.path.relpath(tmp_path / "broken")
-    asyncio.run(live.engine.call(lambda engine: engine.register_adapter("lazy", given)))  # type: ignore[attr-defined]
-    live.engine._publish(adapters=True)
+    register = live.engine.call(lambda engine: engine.register_adapter("lazy", given))  # type: ignore[attr-defined]
+    live.engine._known["lazy"] = asyncio.run(register)
     _break(tmp_path / "broken", how)
     answers = [live.post("/v1/load_lora_adapter", {"lora_name": "broken", "lora_path": given})]
     answers += [

@@ -5,8 +5,8 @@ All chunks of a batch, one item after another, are one line, and each of a fixed
 stretch of it of equal cost. So they finish together whatever the lengths are, long contexts and small
 batches split by themselves, and copies run ahead over the ends of items: memory is never idle. An item
 inside one stretch is written to the output; one that a stretch's border cuts leaves partial softmaxes, which
-a second small kernel merges (or whoever stores the last of them: `merge`). A thread block has two warpgroups that multiply, and one whose warps follow the
-page table and copy for them.
+whoever stores the last of them merges. A thread block has two warpgroups that multiply, and one whose warps
+follow the page table and copy for them.
 
 Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So
 the 64 rows that wgmma must have are tokens and head dims, and a group of 1 to 16 query heads fills its 8 or

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_a_benchmark_whose_adapters_cannot_be_loaded_ends_with_the_reason(
         LoadStream(engine, names, 6).feed()
 
     def fail(*_: Any) -> Any:
-        raise OSError("no such device")
+        raise OSError(errno.ENODEV, "no such device")
 
     monkeypatch.setattr(engine._runner, "stage_adapters", fail)
     with pytest.raises(RuntimeError, match="'a0' could not be loaded: no such device"):

@@ -13,7 +13,7 @@ from slora_jax.outputs import StreamEvent
 from slora_jax.server.async_engine import EngineLike
 from slora_jax.server.config import ServerConfig
 from tests.engine.simulated_engine import simulated_engine
-from tests.engine.test_residency import Bench
+from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 from tests.server.live import LiveServer, serve, wait_for
 

@@ -1,0 +1,68 @@
+"""An engine whose adapters are read and copied when a test says so."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+from slora_jax.outputs import StreamEvent
+from tests.engine.simulated_engine import simulated_engine
+from tests.engine.simulated_runner import Disk, StagingRunner, simulated_adapter
+
+
+class DeferredExecutor(concurrent.futures.Executor):
+    """Runs jobs when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.jobs.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def run(self, pick: int = 0) -> bool:
+        """Run one of the jobs that wait; False where none does."""
+        if not self.jobs:
+            return False
+        future, job = self.jobs.pop(pick % len(self.jobs))
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+        return True
+
+
+class Bench:
+    """An engine over a slow device and a slow disk, both in the test's hands."""
+
+    def __init__(self, looks: Callable[[], int] = lambda: 0, **fields: Any) -> None:
+        self.disk, self.executor = Disk(), DeferredExecutor()
+        self.engine = engine = simulated_engine(StagingRunner, **fields)
+        engine._runner.disk, engine._runner.looks = self.disk, looks  # type: ignore[attr-defined]
+        loader: Any = engine._loader
+        loader._executor = self.executor
+        loader._read = lambda path: self.disk.prepare(engine._layout, path)
+        loader.wait = lambda timeout: False  # the test decides when a read ends
+
+    def register(self, name: str, fingerprint: int, rank: int = 8, path: str | None = None) -> str:
+        """A new folder, registered lazily; its path."""
+        path = path or f"/disk/{fingerprint}"
+        self.disk.folders[path] = fingerprint, rank
+        shape = simulated_adapter(self.engine._layout, fingerprint, rank).packed.shape
+        self.engine._registry.enter(name, path, shape, self.disk.stamp(path), None, replace=True)
+        return path
+
+    def run(self) -> dict[str, list[StreamEvent]]:
+        """Step until all requests have ended, reading as asked; their events."""
+        events: dict[str, list[StreamEvent]] = {}
+        for _ in range(3000):
+            if not self.engine.has_unfinished():
+                return events
+            self.executor.run()
+            for event in self.engine.step():
+                events.setdefault(event.request_id, []).append(event)
+            self.engine.check_integrity()
+        raise AssertionError("requests do not end")

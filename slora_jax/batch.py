@@ -74,7 +74,7 @@ class StepShape:
             "tile_row": ((self.prefill_tokens,), _I),  # tile * TILE + offset of each prefill token
             "sample_token": (r, _I),  # the token whose hidden state row r samples from
             "sample_slot": (r, _I),  # max_batch_size: row does not sample
-            "reset_slot": (r, _I),  # slots whose token counts begin anew; max_batch_size: none
+            "reset_slot": (r, _I),  # slots whose token counts begin anew; then max_batch_size: none
             "temperature": (r, _F),
             "top_k": (r, _I),
             "top_p": (r, _F),
@@ -268,9 +268,8 @@ class BatchBuilder:
 
     def _put_rows(self, view: Mapping[str, np.ndarray], rows: list[tuple[int, Chunk]]) -> None:
         """How each row that samples is drawn, and which slots' token counts begin anew."""
-        for row, chunk in rows:
-            if chunk.start == 0:
-                view["reset_slot"][row] = chunk.sequence.slot
+        resets = [chunk.sequence.slot for _, chunk in rows if chunk.start == 0]
+        view["reset_slot"][: len(resets)] = resets
         sampling = [(row, c.sequence) for row, c in rows if c.samples]
         if not sampling:
             return

@@ -86,10 +86,12 @@ def update_token_counts(
 
     `counts` i32[S, v]: bit 30 is set for a token of the prompt, the low bits count it in the output.
     `slot`, `token` i32[T], `is_prompt` bool[T]; slot == S: dropped. `reset_slot` i32[N]; S: none. Prompt and
-    output tokens may come in any order and repeat. Cost: T scattered words, and N rows of v, reset or not.
+    output tokens may come in any order and repeat. Cost: T scattered words, and rows of v up to the last one
+    that is reset.
     """
     slots = counts.shape[0]
-    counts = counts.at[reset_slot].set(0, mode="drop")
+    resets = jnp.max(jnp.where(reset_slot < slots, jnp.arange(1, reset_slot.shape[0] + 1), 0), initial=0)
+    counts = lax.fori_loop(0, resets, lambda i, c: c.at[reset_slot[i]].set(0, mode="drop"), counts)
     prompt_slot = jnp.where(is_prompt, slot, slots)
     marked = counts.at[slot, token].get(mode="clip") | PROMPT_BIT  # repeats write the same word
     counts = counts.at[prompt_slot, token].set(marked, mode="drop")

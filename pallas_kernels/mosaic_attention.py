@@ -63,6 +63,7 @@ class _Shape(NamedTuple):
     stages: int
     chunk: int
     scale: float
+    interpreted: bool
 
     @property
     def rows(self) -> int:
@@ -73,6 +74,43 @@ class _Shape(NamedTuple):
     def pages(self) -> int:
         """Pages of a chunk."""
         return self.chunk // self.page_tokens
+
+    @property
+    def warps(self) -> int:
+        """Warps that copy for one multiplying warpgroup."""
+        return 4 // self.consumers
+
+    @property
+    def pages_each(self) -> int:
+        """Pages of a chunk that one warp copies."""
+        return pl.cdiv(self.pages, self.warps)
+
+
+class _Memory(NamedTuple):
+    """What a decode kernel reads and writes: its operands, its outputs, then shared memory and barriers."""
+
+    layer: Any  # i32[1]
+    stretch: Any  # i32[blocks * stretch]
+    walk: Any  # i32[b * 2]
+    kv_len: Any  # i32[b]
+    table: Any  # i32[b * m]
+    q: Any  # bf16[b * n_kv * stride, e]
+    pool: Any  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
+    counters: Any  # i32[blocks] parts stored of the item that begins in a stretch; 0 at first
+    out: Any  # bf16[b * h, e]
+    parts: Any  # f32[blocks * 2, e, rows] sums of weighted values; part 0 goes on from the stretch before
+    sums: Any  # f32[blocks * 2 * 2 * rows] of a part the largest scores, then the sums of weights
+    q_s: Any  # bf16[consumers, stages, rows, e]
+    k_s: Any  # bf16[consumers, stages, chunk, e]
+    v_s: Any
+    p_s: Any  # bf16[consumers, rows, chunk] weights
+    o_s: Any  # bf16[consumers, rows, e]
+    across: Any  # f32[consumers, 32 * rows] what warps tell each other
+    q_bar: Any  # [consumers * stages], as the following
+    k_bar: Any
+    v_bar: Any
+    k_free: Any
+    v_free: Any
 
 
 def decode_attention(
@@ -139,6 +177,7 @@ def decode_attention(
         stages=stages,
         chunk=chunk,
         scale=scale,
+        interpreted=interpret is not None,
     )
     rows = pool.reshape(n_layers * n_pages * 2 * n_kv * page_tokens, e)
     if shape.stride > shape.group:  # as 3 heads: none may lie on both sides of a tile's border
@@ -226,13 +265,218 @@ def transposed(x: jax.Array) -> jax.Array:
     return cast
 
 
+def _numbers(z: _Shape, m: _Memory, block: Any, first: int, end: int) -> list[Any]:
+    """Columns first .. end of a stretch in the plan."""
+    return [m.stretch[block * z.stretch + at] for at in range(first, end)]
+
+
+def _first_sequence(z: _Shape, m: _Memory, block: Any) -> Any:
+    """(number, length) of the sequence that a stretch starts in, and of the next one in the walk."""
+    seq, n, *following = _numbers(z, m, block, 4, 8)
+    return (seq, n), tuple(following)
+
+
+def _move(z: _Shape, m: _Memory, to: Any, j: Any, sequences: Any) -> Any:
+    """From sequence j of the walk and the one after it, as `_first_sequence` has them, to j or j + 1."""
+    here, following = sequences
+    seq, n = (jnp.where(to == j, x, y) for x, y in zip(here, following, strict=True))
+    at = jnp.minimum(to + 1, z.batch - 1) * 2
+    return (seq, n), (m.walk[at], m.walk[at + 1])
+
+
+def _after(z: _Shape, j: Any, head: Any, i: Any, n: Any) -> tuple[Any, Any, Any]:
+    """What follows chunk i of KV head `head` of sequence j, of length n."""
+    ends = (i + 1) * z.chunk >= n
+    last = ends & (head + 1 == z.n_kv)
+    head = jnp.where(last, 0, jnp.where(ends, head + 1, head))
+    return jnp.where(last, j + 1, j), head, jnp.where(ends, 0, i + 1)
+
+
+def _copy_stretch(z: _Shape, m: _Memory, first_block: Any, warp: Any) -> None:
+    """One warp's pages of every chunk of one warpgroup's stretch; the first of its warps copies q too."""
+    to, part = lax.div(warp, z.warps), lax.rem(warp, z.warps)
+    *start, count = _numbers(z, m, first_block + to, 0, 4)
+    first_page = m.layer[0] * z.n_pages
+
+    def copy(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any) -> None:
+        """Start the copies of K (0) or V (1); pages beyond the length arrive without bytes."""
+        dst, bar = ((m.k_s, m.k_bar), (m.v_s, m.v_bar))[half]
+        bar = bar.at[to * z.stages + slot]
+        for p, page in enumerate(ids):
+            at = (part * z.pages_each + p) * z.page_tokens
+            row = (((first_page + page) * 2 + half) * z.n_kv + head) * z.page_tokens
+            source = m.pool.at[pl.ds(row, z.page_tokens)]
+            target = dst.at[to, slot, pl.ds(at, z.page_tokens)]
+            has = i * z.chunk + at < n
+            if not z.interpreted:
+                plgpu.copy_gmem_to_smem(source, target, bar, predicate=has)
+            else:  # it knows no predicates
+                pl.when(has)(functools.partial(plgpu.copy_gmem_to_smem, source, target, bar))
+                pl.when(jnp.logical_not(has))(functools.partial(plgpu.barrier_arrive, bar))
+
+    def copy_q(seq: Any, head: Any, segment: Any) -> None:
+        slot = lax.rem(segment, z.stages)
+        source = m.q.at[pl.ds((seq * z.n_kv + head) * z.stride, z.rows)]
+        plgpu.copy_gmem_to_smem(source, m.q_s.at[to, slot], m.q_bar.at[to * z.stages + slot])
+
+    def page_ids(seq: Any, i: Any) -> list[Any]:
+        first, last = i * z.pages + part * z.pages_each, z.max_pages - 1
+        return [m.table[seq * z.max_pages + jnp.minimum(first + p, last)] for p in range(z.pages_each)]
+
+    def step(c: Any, carry: Any) -> Any:
+        (j, head, i), sequences, ids, segment = carry
+        seq, n = sequences[0]
+        slot = lax.rem(c, z.stages)
+        opens = (c == 0) | (i == 0)
+        used = c >= z.stages
+        mine = part * z.pages_each < z.pages
+        pl.when(used)(lambda: plgpu.barrier_wait(m.k_free.at[to * z.stages + slot]))
+        # q's slot is free: every chunk before c - stages + 1 has been multiplied with its own.
+        pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
+        pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
+        # Loads of the next chunk's place travel while V's stage is awaited.
+        there = _after(z, j, head, i, n)
+        next_sequences = _move(z, m, there[0], j, sequences)
+        next_ids = page_ids(next_sequences[0][0], there[2])
+        pl.when(used)(lambda: plgpu.barrier_wait(m.v_free.at[to * z.stages + slot]))
+        pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
+        return there, next_sequences, next_ids, segment + opens.astype(jnp.int32)
+
+    sequences = _first_sequence(z, m, first_block + to)
+    first = (first_block + to) * z.stretch + FIRST_PAGES + part * z.pages_each
+    ids = [m.stretch[first + p] for p in range(z.pages_each)]
+    # Never true. It has what the first copies need loaded before the first branch, at once.
+    loaded = [*start, *sequences[0], *sequences[1], first_page, *ids]
+    count = jnp.where(functools.reduce(jnp.minimum, loaded) == -(2**31), 0, count)
+    lax.fori_loop(0, count, step, (tuple(start), sequences, ids, jnp.int32(0)))
+
+    def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
+        for free in (m.k_free, m.v_free):
+            wait = functools.partial(plgpu.barrier_wait, free.at[to * z.stages + lax.rem(c, z.stages)])
+            pl.when(c >= z.stages)(wait)
+
+    lax.fori_loop(count, count + z.stages, drain, None)
+
+
+def _reduce(z: _Shape, m: _Memory, wg: Any, op: str, x: Any) -> Any:
+    """[rows]: max or sum over the tokens (axis 0) of x, which the four warps share among them."""
+    if z.interpreted:
+        return x.max(axis=0) if op == "max" else x.sum(axis=0)
+    # Mosaic's own scratch for this would be one for both multiplying warpgroups.
+    inline: Any = plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((z.rows,), jnp.float32, layout=COLUMN),
+    )
+    return inline(lambda _, x, scratch: x.reduce(op, 0, scratch))(x, m.across.at[wg])
+
+
+def _attend_chunk(
+    z: _Shape, m: _Memory, wg: Any, t: Any, carry: Any, *, c0: Any, i0: Any, n: Any, segment: Any
+) -> Any:
+    """Add chunk i0 + t of an item of length n, chunk c0 + t of its stretch, to a running softmax.
+
+    carry: f32 [e, rows] sum of weighted values; [rows] largest score; [chunk, rows] sums of weights.
+    """
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    acc, top, total = carry
+    i, slot = i0 + t, lax.rem(c0 + t, z.stages)
+    at = wg * z.stages + slot
+    plgpu.barrier_wait(m.k_bar.at[at])
+
+    def scores(ref: Any) -> Any:
+        q_s = m.q_s.at[wg, lax.rem(segment, z.stages)]
+        plgpu.wgmma(ref, m.k_s.at[wg, slot], q_s.transpose((1, 0)))
+        return ref[...]
+
+    score = pl.run_scoped(scores, plgpu.ACC((z.chunk, z.rows), f32)) * (z.scale * LOG2E)
+    plgpu.barrier_arrive(m.k_free.at[at])
+    token = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA)
+    score = jnp.where(token < n - i * z.chunk, score, NO_SCORE)
+    new_top = jnp.maximum(top, _reduce(z, m, wg, "max", score))
+    shrink = jnp.exp2(top - new_top)
+    weight = jnp.exp2(score - spread(new_top, z.chunk))
+    total = total * spread(shrink, z.chunk) + weight
+    acc = acc * spread(shrink, z.e)
+    # The barrier of `_reduce` says that the product before has read p_s.
+    m.p_s.at[wg].transpose((1, 0))[...] = transposed(weight.astype(bf16))
+    plgpu.commit_smem()
+    plgpu.barrier_wait(m.v_bar.at[at])
+
+    @pl.when((i + 1) * z.chunk > n)
+    def _() -> None:  # another's leftovers may be NaN, which a weight of 0 does not hide
+        row = plgpu.broadcasted_iota(jnp.int32, (z.chunk, z.e), 0, layout=plgpu.Layout.WGMMA)
+        v = plgpu.load(m.v_s.at[wg, slot], layout=plgpu.Layout.WGMMA, optimized=False)
+        m.v_s[wg, slot] = jnp.where(row < n - i * z.chunk, v.astype(f32), 0.0).astype(bf16)
+        plgpu.commit_smem()
+
+    def values(ref: Any) -> Any:
+        if not z.interpreted:
+            ref[...] = acc
+        plgpu.wgmma(ref, m.v_s.at[wg, slot].transpose((1, 0)), m.p_s.at[wg].transpose((1, 0)))
+        return ref[...]
+
+    summed = pl.run_scoped(values, plgpu.ACC((z.e, z.rows), f32))
+    plgpu.barrier_arrive(m.v_free.at[at])
+    return acc + summed if z.interpreted else summed, new_top, total
+
+
+def _attend_stretch(z: _Shape, m: _Memory, block: Any, wg: Any) -> None:
+    """The chunks of stretch `block`, item by item, and rows without context."""
+    *start, count = _numbers(z, m, block, 0, 4)
+    padding = [block + n * z.blocks for n in range(pl.cdiv(z.batch, z.blocks))]
+    # Loaded at the end, these would be waited for.
+    lengths = [m.kv_len[jnp.minimum(seq, z.batch - 1)] for seq in padding]
+    cut = _numbers(z, m, block, 8, 11)
+
+    def segment_step(carry: Any) -> Any:
+        """The chunks of one item that lie in this stretch."""
+        c, (j, head, i), sequences, segment = carry
+        seq, n = sequences[0]
+        steps = lax.div(n + z.chunk - 1, z.chunk)
+        length = jnp.minimum(steps - i, count - c)
+        begins, ends = i == 0, i + length == steps
+        plgpu.barrier_wait(m.q_bar.at[wg * z.stages + lax.rem(segment, z.stages)])
+        acc = plgpu.layout_cast(jnp.zeros((z.e, z.rows), jnp.float32), plgpu.Layout.WGMMA)
+        top = plgpu.layout_cast(jnp.full((z.rows,), NO_SCORE, jnp.float32), COLUMN)
+        total = plgpu.layout_cast(jnp.zeros((z.chunk, z.rows), jnp.float32), plgpu.Layout.WGMMA)
+        step = functools.partial(_attend_chunk, z, m, wg, c0=c, i0=i, n=n, segment=segment)
+        acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
+        item = seq * z.n_kv + head
+        total = _reduce(z, m, wg, "add", total)
+        whole = begins & ends
+        pl.when(whole)(lambda: _write_item(z, m.o_s.at[wg], m.out, acc, total, item))
+        part = (acc, top, total)
+        pl.when(jnp.logical_not(whole))(lambda: _store_part(z, m, wg, part, block, item, begins, cut))
+        there = _after(z, j, head, i + length - 1, n)
+        sequences = _move(z, m, there[0], j, sequences)
+        return c + length, there, sequences, segment + 1
+
+    carry = (jnp.int32(0), tuple(start), _first_sequence(z, m, block), jnp.int32(0))
+    lax.while_loop(lambda carry: carry[0] < count, segment_step, carry)
+    for seq, length in zip(padding, lengths, strict=True):
+        pl.when((seq < z.batch) & (length == 0))(functools.partial(_clear_row, z, m, wg, seq))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _clear_row(z: _Shape, m: _Memory, wg: Any, seq: Any) -> None:
+    """Zeros for a row without context."""
+    plgpu.wait_smem_to_gmem(0)
+    zeros = plgpu.layout_cast(jnp.zeros((z.e, z.rows), jnp.bfloat16), plgpu.Layout.WGMMA)
+    m.o_s.at[wg].transpose((1, 0))[...] = transposed(zeros)
+    plgpu.commit_smem()
+    heads = z.n_kv * z.group
+    for at in range(0, heads, z.rows):
+        size = min(z.rows, heads - at)
+        plgpu.copy_smem_to_gmem(m.o_s.at[wg, pl.ds(0, size)], m.out.at[pl.ds(seq * heads + at, size)])
+
+
 _Part = tuple[Any, Any, Any]  # [e, rows] sum of weighted values, [rows] largest score, [rows] sum of weights
 
 
 def _load_part(z: _Shape, parts: Any, sums: Any, block: Any, more: Any, n: Any) -> _Part:
     """Part n of the `more` + 1 of the item that begins in stretch `block`; beyond them one of no weight.
 
-    parts f32[blocks * 2, e, rows], sums f32[blocks * 2 * 2 * rows] as `_attend_kernel` stores them.
+    parts and sums as in `_Memory`.
     """
     part = jnp.where(n == 0, block * 2 + 1, (block + jnp.minimum(n, more)) * 2)
     acc = plgpu.load(parts.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
@@ -282,7 +526,6 @@ def _arrive(counter: Any, others: Any) -> Any:
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
     )
 
-    @inline
     def arrive(_: Any, counter: Any, others: Any) -> Any:
         i32, utils = ir.IntegerType.get_signless(32), mgpu.utils
         utils.warpgroup_barrier()  # orders the stores of all threads before the one that counts them
@@ -307,270 +550,58 @@ def _arrive(counter: Any, others: Any) -> Any:
         )
         return mgpu.FragmentedArray.splat(is_last, shape=(), is_signed=True)
 
-    return arrive(counter, others)
+    return inline(arrive)(counter, others)
+
+
+def _store_part(
+    z: _Shape, m: _Memory, wg: Any, values: _Part, block: Any, item: Any, begins: Any, cut: list[Any]
+) -> None:
+    """Store the part of a cut item that lies in stretch `block`; add all its parts if this is the last.
+
+    cut: columns 8 to 10 of the stretch, of the items that its start and its end cut.
+    """
+    part = block * 2 + begins.astype(jnp.int32)
+    m.parts[part], top, total = values
+    m.sums[pl.ds(part * 2 * z.rows, z.rows)] = top
+    m.sums[pl.ds((part * 2 + 1) * z.rows, z.rows)] = total
+    if z.interpreted:  # `_merge_kernel` adds them
+        return
+    owner = jnp.where(begins, block, cut[0])
+    others = jnp.where(begins, cut[2], cut[1])
+    last = _arrive(m.counters.at[owner], others)
+
+    @pl.when(last == 1)
+    def _() -> None:
+        _write_item(z, m.o_s.at[wg], m.out, *_merged(z, m.parts, m.sums, owner, others), item)
 
 
 @functools.cache
 def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
     """The kernel from (layer, stretch, walk, kv_len, table, q, pool rows, counters) to (out, parts, sums)."""
-    z, e, chunk, stages = shape, shape.e, shape.chunk, shape.stages
-    bf16, f32 = jnp.bfloat16, jnp.float32
-    warps = 4 // z.consumers  # that copy for one multiplying warpgroup
-    pages_each = -(-z.pages // warps)
+    z, bf16, f32 = shape, jnp.bfloat16, jnp.float32
 
-    def decode(
-        layer: Any,  # i32[1]
-        stretch: Any,  # i32[blocks * z.stretch]
-        walk: Any,  # i32[b * 2]
-        kv_len: Any,  # i32[b]
-        table: Any,  # i32[b * m]
-        q: Any,  # bf16[b * n_kv * stride, e]
-        pool: Any,  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
-        counters: Any,  # i32[blocks] parts stored of the item that begins in a stretch; 0 at first
-        out: Any,  # bf16[b * h, e]
-        parts: Any,  # f32[blocks * 2, e, rows] sums of weighted values
-        sums: Any,  # f32[blocks * 2 * 2 * rows] of a part the largest scores, then the sums of weights
-        *,
-        q_s: Any,  # bf16[consumers, stages, rows, e]
-        k_s: Any,  # bf16[consumers, stages, chunk, e]
-        v_s: Any,
-        p_s: Any,  # bf16[consumers, rows, chunk] weights
-        o_s: Any,  # bf16[consumers, rows, e]
-        across: Any,  # f32[consumers, 32 * rows] what warps tell each other
-        q_bar: Any,  # [consumers * stages], as the following
-        k_bar: Any,
-        v_bar: Any,
-        k_free: Any,
-        v_free: Any,
-    ) -> None:
+    def decode(*refs: Any, **scratch: Any) -> None:
+        m = _Memory(*refs, **scratch)
         wg = lax.axis_index("wg")
         first_block = lax.axis_index("block") * z.consumers
-
-        def numbers(block: Any, first: int, end: int) -> list[Any]:
-            """Columns first .. end of a stretch in the plan."""
-            return [stretch[block * z.stretch + at] for at in range(first, end)]
-
-        def move(to: Any, j: Any, sequence: Any) -> Any:
-            """From (number, length) of sequence j of the walk, and the next one's, to those of j or j + 1."""
-            here, following = sequence
-            seq, n = (jnp.where(to == j, x, y) for x, y in zip(here, following, strict=True))
-            at = jnp.minimum(to + 1, z.batch - 1) * 2
-            return (seq, n), (walk[at], walk[at + 1])
-
-        def after(j: Any, head: Any, i: Any, n: Any) -> tuple[Any, Any, Any]:
-            """What follows chunk i of KV head `head` of sequence j, of length n."""
-            ends = (i + 1) * chunk >= n
-            last = ends & (head + 1 == z.n_kv)
-            head = jnp.where(last, 0, jnp.where(ends, head + 1, head))
-            return jnp.where(last, j + 1, j), head, jnp.where(ends, 0, i + 1)
-
-        def first_sequence(block: Any) -> Any:
-            """What `move` gives for the sequence that a stretch starts in."""
-            seq, n, *following = numbers(block, 4, 8)
-            return (seq, n), tuple(following)
-
-        def load(warp: Any) -> None:
-            """One warp's pages of every chunk of one warpgroup's stretch; its first warp copies q too."""
-            to, part = lax.div(warp, warps), lax.rem(warp, warps)
-            *start, count = numbers(first_block + to, 0, 4)
-            first_page = layer[0] * z.n_pages
-
-            def copy(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any) -> None:
-                """Start the copies of K (0) or V (1); pages beyond the length arrive without bytes."""
-                dst, bar = ((k_s, k_bar), (v_s, v_bar))[half]
-                bar = bar.at[to * stages + slot]
-                for p, page in enumerate(ids):
-                    at = (part * pages_each + p) * z.page_tokens
-                    row = (((first_page + page) * 2 + half) * z.n_kv + head) * z.page_tokens
-                    source = pool.at[pl.ds(row, z.page_tokens)]
-                    target = dst.at[to, slot, pl.ds(at, z.page_tokens)]
-                    has = i * chunk + at < n
-                    if interpret is None:
-                        plgpu.copy_gmem_to_smem(source, target, bar, predicate=has)
-                    else:  # it knows no predicates
-                        pl.when(has)(functools.partial(plgpu.copy_gmem_to_smem, source, target, bar))
-                        pl.when(jnp.logical_not(has))(functools.partial(plgpu.barrier_arrive, bar))
-
-            def copy_q(seq: Any, head: Any, segment: Any) -> None:
-                slot = lax.rem(segment, stages)
-                source = q.at[pl.ds((seq * z.n_kv + head) * z.stride, z.rows)]
-                plgpu.copy_gmem_to_smem(source, q_s.at[to, slot], q_bar.at[to * stages + slot])
-
-            def page_ids(seq: Any, i: Any) -> list[Any]:
-                first = i * z.pages + part * pages_each
-                return [
-                    table[seq * z.max_pages + jnp.minimum(first + p, z.max_pages - 1)]
-                    for p in range(pages_each)
-                ]
-
-            def step(c: Any, carry: Any) -> Any:
-                (j, head, i), sequence, ids, segment = carry
-                seq, n = sequence[0]
-                slot = lax.rem(c, stages)
-                opens = (c == 0) | (i == 0)
-                used = c >= stages
-                mine = part * pages_each < z.pages
-                pl.when(used)(lambda: plgpu.barrier_wait(k_free.at[to * stages + slot]))
-                # q's slot is free: every chunk before c - stages + 1 has been multiplied with its own.
-                pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
-                pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
-                # Loads of the next chunk's place travel while V's stage is awaited.
-                there = after(j, head, i, n)
-                next_sequence = move(there[0], j, sequence)
-                next_ids = page_ids(next_sequence[0][0], there[2])
-                pl.when(used)(lambda: plgpu.barrier_wait(v_free.at[to * stages + slot]))
-                pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
-                return there, next_sequence, next_ids, segment + opens.astype(jnp.int32)
-
-            sequence = first_sequence(first_block + to)
-            first = (first_block + to) * z.stretch + FIRST_PAGES + part * pages_each
-            ids = [stretch[first + p] for p in range(pages_each)]
-            # Never true. It has what the first copies need loaded before the first branch, at once.
-            loaded = [*start, *sequence[0], *sequence[1], first_page, *ids]
-            count = jnp.where(functools.reduce(jnp.minimum, loaded) == -(2**31), 0, count)
-            lax.fori_loop(0, count, step, (tuple(start), sequence, ids, jnp.int32(0)))
-
-            def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
-                for free in (k_free, v_free):
-                    wait = functools.partial(plgpu.barrier_wait, free.at[to * stages + lax.rem(c, stages)])
-                    pl.when(c >= stages)(wait)
-
-            lax.fori_loop(count, count + stages, drain, None)
-
-        def reduce(op: str, x: Any) -> Any:
-            """[rows]: max or sum over the tokens (axis 0) of x, which the four warps share among them."""
-            if interpret is not None:
-                return x.max(axis=0) if op == "max" else x.sum(axis=0)
-            # Mosaic's own scratch for this would be one for both multiplying warpgroups.
-            inline: Any = plgpu.inline_mgpu(
-                arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
-                return_type=plgpu.ShapeDtypeStruct((z.rows,), f32, layout=COLUMN),
-            )
-            return inline(lambda _, x, scratch: x.reduce(op, 0, scratch))(x, across.at[wg])
-
-        def multiply() -> None:
-            """A stretch of chunks, item by item."""
-            block = first_block + wg
-            *start, count = numbers(block, 0, 4)
-            padding = [block + n * z.blocks for n in range(-(-z.batch // z.blocks))]
-            lengths = [kv_len[jnp.minimum(seq, z.batch - 1)] for seq in padding]  # at the end it would wait
-            cut = numbers(block, 8, 11)
-
-            def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
-                acc, top, total = carry
-                i, slot = i0 + t, lax.rem(c0 + t, stages)
-                at = wg * stages + slot
-                plgpu.barrier_wait(k_bar.at[at])
-
-                def scores(ref: Any) -> Any:
-                    plgpu.wgmma(ref, k_s.at[wg, slot], q_s.at[wg, lax.rem(segment, stages)].transpose((1, 0)))
-                    return ref[...]
-
-                score = pl.run_scoped(scores, plgpu.ACC((chunk, z.rows), f32)) * (z.scale * LOG2E)
-                plgpu.barrier_arrive(k_free.at[at])
-                token = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA)
-                score = jnp.where(token < n - i * chunk, score, NO_SCORE)
-                new_top = jnp.maximum(top, reduce("max", score))
-                shrink = jnp.exp2(top - new_top)
-                weight = jnp.exp2(score - spread(new_top, chunk))
-                total = total * spread(shrink, chunk) + weight
-                acc = acc * spread(shrink, e)
-                # The barrier of `reduce` says that the product before has read p_s.
-                p_s.at[wg].transpose((1, 0))[...] = transposed(weight.astype(bf16))
-                plgpu.commit_smem()
-                plgpu.barrier_wait(v_bar.at[at])
-
-                @pl.when((i + 1) * chunk > n)
-                def _() -> None:  # another's leftovers may be NaN, which a weight of 0 does not hide
-                    row = plgpu.broadcasted_iota(jnp.int32, (chunk, e), 0, layout=plgpu.Layout.WGMMA)
-                    v = plgpu.load(v_s.at[wg, slot], layout=plgpu.Layout.WGMMA, optimized=False)
-                    v_s[wg, slot] = jnp.where(row < n - i * chunk, v.astype(f32), 0.0).astype(bf16)
-                    plgpu.commit_smem()
-
-                def values(ref: Any) -> Any:
-                    if interpret is None:
-                        ref[...] = acc
-                    plgpu.wgmma(ref, v_s.at[wg, slot].transpose((1, 0)), p_s.at[wg].transpose((1, 0)))
-                    return ref[...]
-
-                summed = pl.run_scoped(values, plgpu.ACC((e, z.rows), f32))
-                plgpu.barrier_arrive(v_free.at[at])
-                return summed if interpret is None else acc + summed, new_top, total
-
-            def segment_step(carry: Any) -> Any:
-                """The chunks of one item that lie in this stretch."""
-                c, (j, head, i), sequence, segment = carry
-                seq, n = sequence[0]
-                steps = lax.div(n + chunk - 1, chunk)
-                length = jnp.minimum(steps - i, count - c)
-                begins, ends = i == 0, i + length == steps
-                plgpu.barrier_wait(q_bar.at[wg * stages + lax.rem(segment, stages)])
-                acc = plgpu.layout_cast(jnp.zeros((e, z.rows), f32), plgpu.Layout.WGMMA)
-                top = plgpu.layout_cast(jnp.full((z.rows,), NO_SCORE, f32), COLUMN)
-                total = plgpu.layout_cast(jnp.zeros((chunk, z.rows), f32), plgpu.Layout.WGMMA)
-                step = functools.partial(chunk_step, c0=c, n=n, i0=i, segment=segment)
-                acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
-                item = seq * z.n_kv + head
-                total = reduce("add", total)
-                whole = begins & ends
-                pl.when(whole)(lambda: _write_item(z, o_s.at[wg], out, acc, total, item))
-                pl.when(jnp.logical_not(whole))(lambda: store_part(block, acc, top, total, item, begins, cut))
-                there = after(j, head, i + length - 1, n)
-                sequence = move(there[0], j, sequence)
-                return c + length, there, sequence, segment + 1
-
-            carry = (jnp.int32(0), tuple(start), first_sequence(block), jnp.int32(0))
-            lax.while_loop(lambda carry: carry[0] < count, segment_step, carry)
-            for seq, length in zip(padding, lengths, strict=True):
-                pl.when((seq < z.batch) & (length == 0))(functools.partial(clear_row, seq))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def store_part(
-            block: Any, acc: Any, top: Any, total: Any, item: Any, begins: Any, cut: list[Any]
-        ) -> None:
-            """Store an item's part, as 0 (it goes on from the stretch before) or 1. The last one adds all."""
-            part = block * 2 + begins.astype(jnp.int32)
-            parts[part] = acc
-            sums[pl.ds(part * 2 * z.rows, z.rows)] = top
-            sums[pl.ds((part * 2 + 1) * z.rows, z.rows)] = total
-            if interpret is not None:
-                return
-            owner = jnp.where(begins, block, cut[0])
-            others = jnp.where(begins, cut[2], cut[1])
-            last = _arrive(counters.at[owner], others)
-
-            @pl.when(last == 1)
-            def _() -> None:
-                _write_item(z, o_s.at[wg], out, *_merged(z, parts, sums, owner, others), item)
-
-        def clear_row(seq: Any) -> None:
-            """Zeros for a row without context."""
-            plgpu.wait_smem_to_gmem(0)
-            zeros = plgpu.layout_cast(jnp.zeros((e, z.rows), bf16), plgpu.Layout.WGMMA)
-            o_s.at[wg].transpose((1, 0))[...] = transposed(zeros)
-            plgpu.commit_smem()
-            heads = z.n_kv * z.group
-            for at in range(0, heads, z.rows):
-                size = min(z.rows, heads - at)
-                plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, size)], out.at[pl.ds(seq * heads + at, size)])
 
         @pl.when(wg < z.consumers)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
-            multiply()
+            _attend_stretch(z, m, first_block + wg, wg)
 
         @pl.when(wg == z.consumers)
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            plgpu.warp_map(load)
+            plgpu.warp_map(functools.partial(_copy_stretch, z, m, first_block))
 
-    each = z.consumers * stages
+    each = z.consumers * z.stages
     scratch: Any = {
-        "q_s": plgpu.SMEM((z.consumers, stages, z.rows, e), bf16, transforms=TILED),
-        "k_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
-        "v_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
-        "p_s": plgpu.SMEM((z.consumers, z.rows, chunk), bf16, transforms=TILED),
-        "o_s": plgpu.SMEM((z.consumers, z.rows, e), bf16),
+        "q_s": plgpu.SMEM((z.consumers, z.stages, z.rows, z.e), bf16, transforms=TILED),
+        "k_s": plgpu.SMEM((z.consumers, z.stages, z.chunk, z.e), bf16, transforms=TILED),
+        "v_s": plgpu.SMEM((z.consumers, z.stages, z.chunk, z.e), bf16, transforms=TILED),
+        "p_s": plgpu.SMEM((z.consumers, z.rows, z.chunk), bf16, transforms=TILED),
+        "o_s": plgpu.SMEM((z.consumers, z.rows, z.e), bf16),
         "across": plgpu.SMEM((z.consumers, 32 * z.rows), f32),
         "q_bar": plgpu.Barrier(num_barriers=each),
         "k_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
@@ -578,11 +609,12 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         "k_free": plgpu.Barrier(num_barriers=each),
         "v_free": plgpu.Barrier(num_barriers=each),
     }
-    parts = jax.ShapeDtypeStruct((z.blocks * 2, e, z.rows), f32)
+    out = jax.ShapeDtypeStruct((z.batch * z.n_kv * z.group, z.e), bf16)
+    parts = jax.ShapeDtypeStruct((z.blocks * 2, z.e, z.rows), f32)
     sums = jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows,), f32)
     return plgpu.kernel(
         decode,
-        out_type=(jax.ShapeDtypeStruct((z.batch * z.n_kv * z.group, e), bf16), parts, sums),
+        out_type=(out, parts, sums),
         grid=(z.blocks // z.consumers,),
         grid_names=("block",),
         num_threads=z.consumers + 1,

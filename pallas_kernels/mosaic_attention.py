@@ -57,7 +57,7 @@ class _Shape(NamedTuple):
     e: int
     page_tokens: int
     n_pages: int
-    blocks: int
+    blocks: int  # stretches
     stretch: int  # numbers of a stretch in the plan
     consumers: int
     stages: int
@@ -137,7 +137,10 @@ def decode_attention(
     h // (h / n_kv). Products of bf16, sums in float32; weights are rounded to bf16 before they meet V.
     Returns bf16 [s, h, e]. Raises ValueError where the shapes are beyond the kernel's limits.
 
-    Pallas's interpreter (`interpret`) has no atomics: there a second kernel adds the parts, by the same code.
+    Tunings: blocks, the stretches that chunks are dealt to; consumers, multiplying warpgroups of a thread
+    block; stages, chunks in flight for each (None: as many as shared memory holds); chunk, its tokens;
+    item_cost as in `plan_decode`. Pallas's interpreter (`interpret`) has no atomics: there a second kernel
+    adds the parts of cut items, by the same code.
     """
     s, h, e = q.shape
     chunk = chunk or CHUNK_ELEMS // (128 if e == 128 else 64)

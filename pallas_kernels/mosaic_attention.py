@@ -102,7 +102,7 @@ class _Memory(NamedTuple):
     sums: Any  # f32[blocks * 2 * 2 * rows] of a part the largest scores, then the sums of weights
     q_s: Any  # bf16[consumers, stages, rows, e]
     k_s: Any  # bf16[consumers, stages, chunk, e]
-    v_s: Any
+    v_s: Any  # bf16[consumers, stages, chunk, e]
     p_s: Any  # bf16[consumers, rows, chunk] weights
     o_s: Any  # bf16[consumers, rows, e]
     across: Any  # f32[consumers, 32 * rows] what warps tell each other

@@ -73,10 +73,8 @@ def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
         assert report.spill_bytes == 0, report
 
 
-def test_layers_of_decode_share_zeroed_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_decode_share_zeroed_counters() -> None:
     """The counters of parts are zeroed once for all layers, and never copied."""
-    monkeypatch.setenv("XLA_FLAGS", "")
-    aot.prepare(tmp_path)
     s, pages, layers, h, n_kv, e = 64, 40, 3, 32, 8, 128
 
     def decode(pool: jax.Array, x: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -92,7 +90,6 @@ def test_layers_of_decode_share_zeroed_counters(tmp_path: Path, monkeypatch: pyt
         aot.shape((s, pages), jnp.int32),
         aot.shape((s,), jnp.int32),
     )
-    assert [report.name.rsplit("_", 1)[0] for report in aot.ptx_reports(tmp_path)] == ["decode"]
     program = compiled.as_text() or ""
     entry = program[program.index("ENTRY") :]
     assert len(re.findall(r" fusion\(\), .*broadcast", entry)) == 1

@@ -26,6 +26,7 @@ from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.outputs import FinishReason, RequestMetrics
 from slora_jax.request import DEFAULT_TENANT, Request, Sequence
 from slora_jax.sampling_params import SamplingParams
+from slora_jax.scheduling.early_abort import Overdue
 from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
 from slora_jax.scheduling.waiting import WaitingQueue
 
@@ -90,6 +91,7 @@ class VirtualServer:
         self.live: dict[Request, None] = {}
         self.admitted: list[Sequence] = []
         self.reasons: dict[str, str] = {}
+        self.given_up: list[Overdue] = []
         self.loads = self._loaded_pages = 0
 
     def clock(self) -> float:
@@ -127,7 +129,7 @@ class VirtualServer:
             )
             for i in range(arrival.n)
         ]
-        self.waiting.check(request)
+        self.waiting.check([request])
         if request.adapter is not None:
             self.store.acquire(request.adapter)
         self.requests.append(request)
@@ -145,8 +147,9 @@ class VirtualServer:
 
     def give_up_overdue(self) -> None:
         """What an engine does before it schedules."""
-        for request, reason in self.waiting.overdue(idle=not self.scheduler.running):
-            self.abort(request, reason)
+        for overdue in self.waiting.overdue(idle=not self.scheduler.running):
+            self.given_up.append(overdue)
+            self.abort(overdue.request, overdue.reason)
 
     def step(self, schedule: Callable[[], StepPlan] | None = None) -> StepPlan:
         """Give up, schedule (with `schedule` if it is given), let the step's time pass, end what is whole."""

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from slora_jax.pallas_kernels.xla_lora import AdapterBlocks
+
 MODULE_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # q k v; o; gate up; down: those that share an input
-RANK_BLOCK = 8  # rank rows of a block
 SLOTS = 8  # rank blocks of an item: 64 rows, one wgmma tile
 WINDOW, TILE = 8, 64  # rows of a decode item and of a tile
 MIN_RUN = 24  # tokens of one adapter in a row from which tiles are faster than decode items
@@ -32,9 +33,6 @@ FIELDS = 13
 # item's (3); where the adapter's page list begins; by module, the chunk where block 0 would begin if the
 # item's blocks were all of that module, of A (3), of B (3).
 ROW, FIRST, END, ENDS, PAGES, A, B = 0, 1, 2, 3, 6, 7, 10
-
-# Of an adapter: its pages; then by module (0 where not targeted): rank blocks, first chunk of A, of B.
-AdapterBlocks = tuple[np.ndarray | Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 
 
 @jax.tree_util.register_dataclass

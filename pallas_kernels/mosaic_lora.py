@@ -23,10 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, RANK_BLOCK, TILE, WINDOW, LoraWork
+from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, TILE, WINDOW, LoraWork
 from slora_jax.pallas_kernels.mosaic_lora_decode import decode_kernel
 from slora_jax.pallas_kernels.mosaic_lora_item import LoraConfig
 from slora_jax.pallas_kernels.mosaic_lora_tiles import tile_expand_kernel, tile_shrink_kernel
+from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 CHUNK_WIDTHS = (64, 128, 256)
 SMS = 132  # of an H100 or H200

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.lora_work import RANK_BLOCK, SLOTS, WINDOW
+from slora_jax.pallas_kernels.lora_work import SLOTS, WINDOW
 from slora_jax.pallas_kernels.mosaic_lora_item import (
     OPERAND,
     RANKS,
@@ -34,6 +34,7 @@ from slora_jax.pallas_kernels.mosaic_lora_item import (
     steps_of_part,
     sum_parts,
 )
+from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 RING_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
 FEW = SLOTS // 2  # blocks up to which an item counts as small

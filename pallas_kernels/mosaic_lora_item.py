@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.lora_work import END, ENDS, FIRST, PAGES, RANK_BLOCK, ROW, SLOTS, WINDOW, A, B
+from slora_jax.pallas_kernels.lora_work import END, ENDS, FIRST, PAGES, ROW, SLOTS, WINDOW, A, B
+from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
 SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.lora_work import RANK_BLOCK, SLOTS, TILE
+from slora_jax.pallas_kernels.lora_work import SLOTS, TILE
 from slora_jax.pallas_kernels.mosaic_lora_item import (
     OPERAND,
     RANKS,
@@ -28,6 +28,7 @@ from slora_jax.pallas_kernels.mosaic_lora_item import (
     steps_of_part,
     sum_parts,
 )
+from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 
 def tile_shrink_kernel(config: LoraConfig, nt: int, split: int) -> Callable[..., Any]:

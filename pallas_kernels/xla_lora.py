@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 N_MODULES = 7  # q, k, v, o, gate, up, down
-RANK_BLOCK = 8
+RANK_BLOCK = 8  # rank rows of a block
 BASE, PADDING = -1, -2  # adapter of a token without one; owner of a block that is none
 TILE = 64  # most tokens of a tile
 BLOCKS_OF_ONE_TILE, BLOCKS_OF_MANY = (

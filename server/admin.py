@@ -9,14 +9,16 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from slora_jax.errors import AdapterExistsError, UnknownAdapterError
+from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError, reason_without_path
+from slora_jax.lora.peft_config import CONFIG_FILE
+from slora_jax.lora.peft_folder import WEIGHTS_FILE
 from slora_jax.server.context import ServerContext, read_body
 from slora_jax.server.errors import ApiError, bad_request
 from slora_jax.server.schemas import LoadLoraRequest, PinLoraRequest, UnloadLoraRequest
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")  # no comma: metrics join names by it
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # no comma: metrics join names by it
 
 
 async def load_lora_adapter(request: Request) -> Response:
@@ -26,22 +28,20 @@ async def load_lora_adapter(request: Request) -> Response:
     name = body.lora_name
     if not name or not body.lora_path:
         raise ApiError(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
-    _check_name(name, context.base_name)
-    if not body.load_inplace and any(info.name == name for info in context.engine.known_adapters):
+    _check_name(name)
+    if name == context.base_name:
+        message = f"'{name}' is the name of the base model; choose another name for the adapter"
+        raise ApiError(400, "InvalidUserInput", message, "lora_name")
+    if not body.load_inplace and context.engine.known_adapter(name) is not None:
         raise _already_loaded(name)  # before its files are read; the engine has the last word
     path = _adapter_path(body.lora_path, context.config.adapter_root)
     try:
         info = await context.engine.load_adapter(name, path, replace=body.load_inplace)
     except AdapterExistsError as error:
         raise _already_loaded(name) from error
-    except FileNotFoundError as error:
-        raise ApiError(
-            404, "NotFoundError", f"No adapter found for {body.lora_path}: {error}", "lora_path"
-        ) from error
-    except OSError as error:
-        raise bad_request(f"cannot read {body.lora_path}: {error.strerror or error}", "lora_path") from error
-    except ValueError as error:  # AdapterError among them: why it was refused
-        raise bad_request(str(error), "lora_path") from error
+    except (OSError, ValueError) as error:
+        logger.warning("refused to load adapter '%s' from %s: %s", name, path, error)
+        raise _refused(body.lora_path, error) from error
     logger.info("loaded adapter '%s' (generation %d) from %s", name, info.generation, path)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -86,7 +86,25 @@ async def _set_pinned(request: Request, pinned: bool) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
 
+def _refused(given: str, error: OSError | ValueError) -> ApiError:
+    """Why an adapter was not loaded, in terms of the path as the client gave it."""
+    match error:
+        case FileNotFoundError():
+            message = (
+                f"No adapter found for {given}: it must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+            )
+            return ApiError(404, "NotFoundError", message, "lora_path")
+        case OSError():
+            return bad_request(f"cannot read {given}: {reason_without_path(error)}", "lora_path")
+        case AdapterError():
+            return bad_request(f"{given}: {error.without_path}", "lora_path")
+        case _:  # it does not fit this engine; says sizes and limits
+            return bad_request(str(error), "lora_path")
+
+
 def _not_found(name: str) -> ApiError:
+    """404; raises 400 for what is no adapter's name."""
+    _check_name(name)
     return ApiError(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.", "lora_name")
 
 
@@ -100,12 +118,9 @@ def _already_loaded(name: str) -> ApiError:
     )
 
 
-def _check_name(name: str, base_name: str) -> None:
+def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        message = "lora_name must be 1 to 128 letters, digits and . _ : / -, and begin with a letter or digit"
-        raise ApiError(400, "InvalidUserInput", message, "lora_name")
-    if name == base_name:
-        message = f"'{name}' is the name of the base model; choose another name for the adapter"
+        message = "lora_name must be 1 to 128 letters, digits and . _ : -, and begin with a letter or digit"
         raise ApiError(400, "InvalidUserInput", message, "lora_name")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import importlib.metadata
@@ -41,6 +42,7 @@ from slora_jax.server.schemas import (
     TokenizeRequest,
     Tokens,
 )
+from slora_jax.server.watchdog import watch
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +63,14 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starl
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
+        watchdog = None
+        if config.watchdog_seconds:
+            watchdog = asyncio.create_task(watch(engine, config.watchdog_seconds))
         try:
             yield
         finally:
+            if watchdog is not None:
+                watchdog.cancel()
             await engine.shutdown(config.drain_seconds)
 
     app = Starlette(
@@ -158,10 +165,10 @@ async def model(request: Request) -> Response:
     name = request.path_params["model"]
     if name == context.base_name:
         return _json(_card(context, None))
-    for info in context.engine.known_adapters:
-        if info.name == name:
-            return _json(_card(context, info))
-    raise context.unknown_model(name)
+    info = context.engine.known_adapter(name)
+    if info is None:
+        raise context.unknown_model(name)
+    return _json(_card(context, info))
 
 
 async def tokenize(request: Request) -> Response:
@@ -191,12 +198,17 @@ async def detokenize(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine serves; 503 with the reason after that."""
-    engine = ServerContext.of(request).engine
+    """200 while the engine serves; 503 with the reason while it completes no step, and after its end."""
+    context = ServerContext.of(request)
+    engine, limit = context.engine, context.config.watchdog_seconds
     if engine.death is not None:
         raise EngineDeadError(engine.death)
     if not engine.accepting:
         raise ShuttingDownError("the server is shutting down")
+    if limit and (seconds := engine.stalled_seconds) > limit:
+        raise errors.unavailable(
+            f"no step has completed for {seconds:.0f} s though requests wait; the log says what is under way"
+        )
     return Response()
 
 

@@ -4,7 +4,7 @@ Who owns what, and which thread may touch it:
 
 - The *engine thread* (one daemon thread an `AsyncEngine`) owns the `Engine` from `start()` until it ends, and
   `_routes`, the table request id -> who listens. No other thread calls the engine, but for `prepare_adapter`
-  (no engine state) and the tokenizer (immutable).
+  (no engine state), `under_way` and the tokenizer (immutable).
 - The *inbox* (`queue.SimpleQueue`) is the only way in: a command is a function to run on the engine thread
   and a future for its result. Commands run in the order they were posted, between two steps; a blocked `get`
   is the idle state, so posting wakes the engine. `_lock` guards only "is it closed, else put": once `_closed`
@@ -12,8 +12,10 @@ Who owns what, and which thread may touch it:
 - The *event loop* that submitted requests owns their `EventStream` and its asyncio queue. The engine thread
   hands over the events of a step with one `loop.call_soon_threadsafe` a loop, whatever the number of tokens
   and requests.
-- `latest_stats` and `known_adapters` are immutable snapshots; the engine thread replaces the reference,
-  anybody reads.
+- `latest_stats` is an immutable snapshot; the engine thread replaces the reference, anybody reads. So it is
+  with the time that `stalled_seconds` counts from. The table of known adapters changes one entry at a time,
+  so a load costs the same however many are registered; others look up a name or copy it, each in one
+  operation. `under_way` reads the engine's own state in a way that any thread may.
 
 Request ids are chosen by the submitter, hence an abort may be posted while its add is still in the inbox:
 order makes it right. A stream that is closed early (client gone, task cancelled) posts that abort; the engine
@@ -39,8 +41,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slora_jax.config import EngineConfig
+from slora_jax.errors import LimitExceededError
 from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
-from slora_jax.request import DEFAULT_TENANT
+from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
 
@@ -74,20 +77,13 @@ class EngineLike(Protocol):
     @property
     def config(self) -> EngineConfig: ...
 
-    def add_request(
-        self,
-        prompt: str | Sequence[int],
-        adapter_id: str | None = None,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        tenant: str = DEFAULT_TENANT,
-        priority: int = 0,
-        deadline_s: float | None = None,
-    ) -> str: ...
+    def add_requests(self, asked: Sequence[GenerateRequest]) -> None: ...
     def abort(self, request_id: str) -> list[StreamEvent]: ...
     def step(self) -> list[StreamEvent]: ...
     def has_unfinished(self) -> bool: ...
+    @property
+    def num_steps(self) -> int: ...
+    def under_way(self) -> str: ...
     def load_adapter(self, name: str, path: Any, *, replace: bool = False) -> AdapterInfo: ...
     def prepare_adapter(self, path: Any) -> Any: ...
     def unload_adapter(self, name: str) -> None: ...
@@ -103,25 +99,14 @@ class Observer(Protocol):
     def step(self, seconds: float) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
+    def refused(self, tenant: str, reason: str) -> None: ...
 
 
 class _NullObserver:
     def step(self, seconds: float) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateRequest:
-    """One prompt, how to continue it, and when; `request_id` must be unique among unfinished requests."""
-
-    request_id: str
-    prompt: str | Sequence[int]
-    adapter_id: str | None
-    params: SamplingParams
-    tenant: str = DEFAULT_TENANT
-    priority: int = 0
-    deadline_s: float | None = None
+    def refused(self, tenant: str, reason: str) -> None: ...
 
 
 class EventStream:
@@ -131,14 +116,16 @@ class EventStream:
     Ends after the last event of every sequence. `close()` before that aborts what still runs.
     """
 
-    def __init__(self, owner: AsyncEngine, requests: Iterable[GenerateRequest]) -> None:
+    def __init__(self, owner: AsyncEngine, requests: Sequence[GenerateRequest]) -> None:
         self.loop = asyncio.get_running_loop()
         self._owner = owner
         self._started = time.monotonic()
+        self._tenants = {r.request_id: r.tenant for r in requests}
         self._last_time = {(r.request_id, i): self._started for r in requests for i in range(r.params.n)}
         self._first = set(self._last_time)  # sequences without a token so far
         self._queue: asyncio.Queue[StreamEvent] = asyncio.Queue()
         self._unread = len(self._last_time)  # sequences whose last event was not read
+        self._peeked: StreamEvent | None = None
 
     def __aiter__(self) -> EventStream:
         return self
@@ -146,9 +133,16 @@ class EventStream:
     async def __anext__(self) -> StreamEvent:
         if not self._unread:
             raise StopAsyncIteration
-        event = await self._queue.get()
+        event = await self.peek()
+        self._peeked = None
         self._unread -= event.finish_reason is not None
         return event
+
+    async def peek(self) -> StreamEvent:
+        """The event that comes next, and stays the next; not to be called after the last one."""
+        if self._peeked is None:
+            self._peeked = await self._queue.get()
+        return self._peeked
 
     def close(self) -> None:
         """Abort every request of the group that has not finished. Idempotent, never blocks or raises."""
@@ -172,6 +166,8 @@ class EventStream:
             if event.finish_reason is not None:
                 del self._last_time[key]
                 observer.finished(event.finish_reason, now - self._started)
+                if event.retry_after_s is not None and event.index == 0:
+                    observer.refused(self._tenants[event.request_id], "early-abort")
             self._queue.put_nowait(event)
 
 
@@ -198,7 +194,7 @@ class AsyncEngine:
         self.max_model_len = engine.max_model_len
         self.config = engine.config
         self.latest_stats = engine.stats()
-        self.known_adapters = _registered(engine)  # those that new requests may name
+        self._known = {info.name: info for info in engine.adapters() if info.state != "draining"}
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
             queue.SimpleQueue()
         )
@@ -210,6 +206,7 @@ class AsyncEngine:
         self._stopping = False  # engine thread: end when idle
         self._routes: dict[str, _Route] = {}
         self._stats_time = 0.0
+        self._moved_at: float | None = None  # when a step last completed, or work began; None: idle
         self._loader = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="adapter-loader")
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -236,10 +233,20 @@ class AsyncEngine:
         """Whether new requests are taken."""
         return self._accepting and self._closed is None
 
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long no step has completed though work is queued; 0 while idle."""
+        since = self._moved_at
+        return 0.0 if since is None else time.monotonic() - since
+
+    def under_way(self) -> str:
+        """What the engine is at, in words; also while it hangs."""
+        return self._engine.under_way()
+
     async def submit(self, requests: Sequence[GenerateRequest]) -> EventStream:
         """Add all requests, or none; returns once the engine has accepted them.
 
-        Raises ValueError, UnknownAdapterError and LimitExceededError of `Engine.add_request`,
+        Raises ValueError, UnknownAdapterError and LimitExceededError of `Engine.add_requests`,
         EngineDeadError, ShuttingDownError.
         """
         self._check_accepting()
@@ -248,6 +255,10 @@ class AsyncEngine:
             await self._call(lambda: self._add(stream, requests))
         except asyncio.CancelledError:
             stream.close()  # the add may have happened, or may be about to
+            raise
+        except LimitExceededError as error:
+            for request in requests:
+                self.observer.refused(request.tenant, error.limit)
             raise
         return stream
 
@@ -279,7 +290,8 @@ class AsyncEngine:
 
         def register() -> AdapterInfo:
             info = self._engine.load_adapter(name, prepared, replace=replace)
-            self._publish(adapters=True)
+            self._known[name] = info
+            self._publish()
             return info
 
         return await self._call(register)
@@ -289,7 +301,8 @@ class AsyncEngine:
 
         def unregister() -> None:
             self._engine.unload_adapter(name)
-            self._publish(adapters=True)
+            self._known.pop(name, None)
+            self._publish()
 
         await self._call(unregister)
 
@@ -299,10 +312,20 @@ class AsyncEngine:
         """
 
         def pin() -> None:
-            (self._engine.pin_adapter if pinned else self._engine.unpin_adapter)(name)
-            self._publish(adapters=True)
+            change = self._engine.pin_adapter if pinned else self._engine.unpin_adapter
+            self._known[name] = change(name)
+            self._publish()
 
         await self._call(pin)
+
+    @property
+    def known_adapters(self) -> tuple[AdapterInfo, ...]:
+        """Those that new requests may name, as they were when they were loaded, pinned or unpinned last."""
+        return tuple(self._known.values())
+
+    def known_adapter(self, name: str) -> AdapterInfo | None:
+        """One of them."""
+        return self._known.get(name)
 
     async def adapters(self) -> list[AdapterInfo]:
         """Adapters as they are now (`known_adapters` needs no wait, and its `state` and `running` are
@@ -377,6 +400,7 @@ class AsyncEngine:
         except BaseException as error:  # whatever it is, nobody may be left waiting
             logger.exception("the engine died")
             closed = EngineDeadError(f"the engine died: {type(error).__name__}: {error}")
+        self._moved_at = None
         with self._lock:
             self._closed = closed
         self._fail_open_requests(str(closed))
@@ -389,14 +413,20 @@ class AsyncEngine:
         """Commands that wait (or, when idle, the next one), then a step. False: stopped and drained."""
         idle = not self._engine.has_unfinished()
         if idle:
+            self._moved_at = None
             self._publish()
             if self._stopping:
                 return False
         self._run_commands(wait=idle)
         if self._engine.has_unfinished():
-            started = time.monotonic()
-            self._deliver(self._engine.step())
+            started, steps = time.monotonic(), self._engine.num_steps
+            if self._moved_at is None:
+                self._moved_at = started
+            events = self._engine.step()
+            self._deliver(events)
             now = time.monotonic()
+            if events or self._engine.num_steps > steps:
+                self._moved_at = now
             self.observer.step(now - started)
             if now - self._stats_time > _STATS_PERIOD:
                 self._publish()
@@ -419,29 +449,11 @@ class AsyncEngine:
                 future.set_result(result)
 
     def _add(self, stream: EventStream, requests: Sequence[GenerateRequest]) -> None:
-        added: list[str] = []
-        try:
-            for request in requests:
-                if request.request_id in self._routes:
-                    raise ValueError(f"request id '{request.request_id}' is in use; choose another")
-                self._engine.add_request(
-                    request.prompt,
-                    request.adapter_id,
-                    request.params,
-                    request.request_id,
-                    tenant=request.tenant,
-                    priority=request.priority,
-                    deadline_s=request.deadline_s,
-                )
-                self._routes[request.request_id] = _Route(
-                    stream, request.adapter_id, set(range(request.params.n))
-                )
-                added.append(request.request_id)
-        except BaseException:
-            for request_id in added:
-                del self._routes[request_id]
-                self._engine.abort(request_id)
-            raise
+        self._engine.add_requests(requests)
+        for request in requests:
+            self._routes[request.request_id] = _Route(
+                stream, request.adapter_id, set(range(request.params.n))
+            )
 
     def _deliver(self, events: Iterable[StreamEvent]) -> None:
         """Hand events to their listeners with one wake-up a loop; events without a listener are dropped."""
@@ -488,15 +500,9 @@ class AsyncEngine:
         for request_id in list(self._routes):
             self._deliver(self._engine.abort(request_id))
 
-    def _publish(self, adapters: bool = False) -> None:
-        if adapters:
-            self.known_adapters = _registered(self._engine)
+    def _publish(self) -> None:
         self.latest_stats = self._engine.stats()
         self._stats_time = time.monotonic()
-
-
-def _registered(engine: EngineLike) -> tuple[AdapterInfo, ...]:
-    return tuple(info for info in engine.adapters() if info.state != "draining")
 
 
 def _receive_all(now: float, batch: list[tuple[EventStream, list[StreamEvent]]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -21,7 +22,9 @@ class ServerConfig:
     admin_api_key: str | None = None  # of the admin routes
     adapter_root: str | os.PathLike[str] | None = None  # adapters must lie in it; relative paths start there
     max_body_bytes: int = 16 << 20
+    body_timeout_seconds: float = 60.0  # within which all of a body must have come
     max_sequences_per_request: int = 1024  # prompts * n
+    watchdog_seconds: float = 300.0  # without a step while work is queued: /health says 503; 0: never
     drain_seconds: float = 30.0  # running requests may finish for so long after SIGTERM
 
     def __post_init__(self) -> None:
@@ -33,8 +36,13 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_sequences_per_request"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ServerConfig: {name} must be at least 1, got {getattr(self, name)}")
-        if self.drain_seconds < 0:
-            raise ValueError(f"ServerConfig: drain_seconds must not be negative, got {self.drain_seconds}")
+        if not 0 < self.body_timeout_seconds < math.inf:
+            raise ValueError(
+                f"ServerConfig: body_timeout_seconds must be above 0, got {self.body_timeout_seconds}"
+            )
+        for name in ("watchdog_seconds", "drain_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"ServerConfig: {name} must not be negative, got {getattr(self, name)}")
         if self.adapter_root is not None:
             root = Path(self.adapter_root).resolve()
             if not root.is_dir():

@@ -49,7 +49,7 @@ class ServerContext:
     def check_model(self, model: str | None) -> str:
         """The name to echo; raises ApiError 404 if it was unknown when adapters last changed."""
         name = self.adapter_of(model)
-        if name is not None and all(info.name != name for info in self.engine.known_adapters):
+        if name is not None and self.engine.known_adapter(name) is None:
             raise self.unknown_model(model)
         return name or self.base_name
 
@@ -123,8 +123,8 @@ def tenant_of(request: Request, body: SamplingBody) -> str:
 
 
 async def read_body[B: BaseModel](request: Request, schema: type[B]) -> B:
-    """The checked JSON body. Raises ApiError: 415 (other content type), 413 (too large), 400 (pydantic's
-    reasons).
+    """The checked JSON body. Raises ApiError: 415 (other content type), 413 (too large), 408 (too slow), 400
+    (pydantic's reasons).
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if (
@@ -132,14 +132,20 @@ async def read_body[B: BaseModel](request: Request, schema: type[B]) -> B:
     ):  # also keeps web pages of other origins from posting without a preflight
         message = "Unsupported Media Type: only 'application/json' is allowed; set the Content-Type header"
         raise ApiError(415, "UnsupportedMediaTypeError", message)
-    limit = ServerContext.of(request).config.max_body_bytes
+    config = ServerContext.of(request).config
+    limit = config.max_body_bytes
     too_large = ApiError(413, "RequestTooLargeError", f"the body is larger than {limit} bytes")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise too_large
+    try:
+        async with asyncio.timeout(config.body_timeout_seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError as error:
+        message = f"the body did not arrive within {config.body_timeout_seconds:g} s; send it at once"
+        raise ApiError(408, "RequestTimeoutError", message, headers={"connection": "close"}) from error
     return schema.model_validate_json(bytes(body))

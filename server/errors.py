@@ -56,9 +56,19 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def too_many_requests(error: LimitExceededError) -> ApiError:
-    """429 RateLimitError; Retry-After in whole seconds, as clients of OpenAI honour it."""
-    retry_after = str(max(1, math.ceil(error.retry_after_s)))
-    return ApiError(429, "RateLimitError", str(error), headers={"retry-after": retry_after})
+    """429 RateLimitError with Retry-After."""
+    return ApiError(429, "RateLimitError", str(error), headers=retry_after(error.retry_after_s))
+
+
+def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
+    """503 ServiceUnavailableError, with Retry-After where coming back helps."""
+    headers = None if retry_after_s is None else retry_after(retry_after_s)
+    return ApiError(503, "ServiceUnavailableError", message, headers=headers)
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """The header, in whole seconds and at least one, as clients of OpenAI honour it."""
+    return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
 def model_not_found(name: str) -> ApiError:
@@ -71,6 +81,7 @@ _STATUS_TYPES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
 }
@@ -88,9 +99,9 @@ def as_api_error(error: Exception) -> ApiError:
         case AdapterExistsError():
             return ApiError(400, "InvalidUserInput", str(error), "lora_name")
         case AdapterError():
-            return bad_request(str(error), "lora_path")
+            return bad_request(error.without_path, "lora_path")
         case EngineDeadError() | ShuttingDownError():
-            return ApiError(503, "ServiceUnavailableError", str(error))
+            return unavailable(str(error))
         case HTTPException():
             kind = _STATUS_TYPES.get(error.status_code, "BadRequestError")
             return ApiError(error.status_code, kind, error.detail)

@@ -22,10 +22,11 @@ from starlette.types import Receive, Scope, Send
 
 from slora_jax.errors import LimitExceededError, UnknownAdapterError
 from slora_jax.outputs import StreamEvent, TokenLogprobs
+from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.server.async_engine import EventStream, GenerateRequest
+from slora_jax.server.async_engine import EventStream
 from slora_jax.server.context import ServerContext
-from slora_jax.server.errors import ApiError, as_api_error, bad_request, too_many_requests
+from slora_jax.server.errors import ApiError, as_api_error, bad_request, too_many_requests, unavailable
 from slora_jax.server.schemas import PromptTokensDetails, SamplingBody, Usage
 
 
@@ -115,8 +116,8 @@ async def respond(
 ) -> Response:
     """Run prompts (token ids) for `tenant` on the model or adapter that `body.model` names.
 
-    Returns once the engine accepted them (streaming) or all are done. Raises ApiError (400, 404, 429, 500,
-    503).
+    Returns once the first token is there (streaming: until then a failure still has its own status) or all
+    are done. Raises ApiError (400, 404, 429, 500, 503).
     """
     adapter_id = context.adapter_of(body.model)
     requests = [
@@ -134,13 +135,15 @@ async def respond(
     except ValueError as error:
         raise bad_request(str(error)) from error
     job = Job(requests, params, stream)
-    if body.stream:
-        return EventStreamResponse(_sse(job, form, body.include_usage, context), stream)
     try:
-        whole = await _collect(job, form)
-    finally:
+        if body.stream:
+            if failed := failure(await stream.peek()):
+                raise failed
+            return EventStreamResponse(_sse(job, form, body.include_usage, context), stream)
+        return Response((await _collect(job, form)).model_dump_json(), media_type="application/json")
+    except BaseException:
         stream.close()
-    return Response(whole.model_dump_json(), media_type="application/json")
+        raise
 
 
 def failure(event: StreamEvent) -> ApiError | None:
@@ -149,7 +152,7 @@ def failure(event: StreamEvent) -> ApiError | None:
         return ApiError(500, "InternalServerError", event.error or "the request failed")
     if event.finish_reason == "abort":
         message = event.error or "the request was aborted: the server is shutting down"
-        return ApiError(503, "ServiceUnavailableError", message)
+        return unavailable(message, event.retry_after_s)
     return None
 
 

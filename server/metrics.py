@@ -2,8 +2,8 @@
 unchanged.
 
 Counters and gauges are read from the engine's latest snapshot at scrape time (nothing is counted twice, and a
-scrape never waits for a step); latencies are observed as they happen. Names that start with `slora:` are
-ours.
+scrape never waits for a step); latencies and refusals are observed as they happen. Names that start with
+`slora:` are ours. docs/metrics.md says what each one tells.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from slora_jax.outputs import EngineStats
+from slora_jax.request import DEFAULT_TENANT
 from slora_jax.server.async_engine import AsyncEngine
 
 _TTFT_BUCKETS = (
@@ -43,6 +44,8 @@ _TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 _REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60)
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
+_MAX_TENANTS = 256  # with labels of their own, beside those that the configuration names
+_OTHER_TENANTS = "(other)"
 
 
 class ServerMetrics:
@@ -70,13 +73,22 @@ class ServerMetrics:
             registry=self.registry,
         )
         self._success = {reason: success.labels(model_name, reason) for reason in _FINISHED_REASONS}
+        self._refused = Counter(
+            "slora:requests_refused",
+            "Requests (prompts) that a limit of EngineConfig or early-abort refused, by tenant",
+            ["model_name", "tenant", "reason"],
+            registry=self.registry,
+        )
+        self._tenants: set[str] = set()  # with labels of their own
+        self._more_tenants = _MAX_TENANTS
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return family.labels(self._model_name)
 
     def watch(self, engine: AsyncEngine) -> None:
-        """Show the engine's statistics, too."""
+        """Show the engine's statistics, too, and by name the tenants that its configuration names."""
+        self._tenants |= {DEFAULT_TENANT, *engine.config.tenant_weights}
         self.registry.register(_EngineCollector(self._model_name, engine))
 
     def step(self, seconds: float) -> None:
@@ -96,6 +108,16 @@ class ServerMetrics:
         self._success[reason].inc()
         self._latency.observe(latency)
 
+    def refused(self, tenant: str, reason: str) -> None:
+        """A request was refused, or given up before it began. Clients may invent tenants: after so many, the
+        others share a label.
+        """
+        if tenant not in self._tenants and self._more_tenants:
+            self._tenants.add(tenant)
+            self._more_tenants -= 1
+        label = tenant if tenant in self._tenants else _OTHER_TENANTS
+        self._refused.labels(self._model_name, label, reason).inc()
+
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
@@ -110,11 +132,8 @@ class _EngineCollector(Collector):
         stats = self._engine.latest_stats
         yield from self._gauges(stats)
         yield from self._counters(stats)
-        yield from _pool(stats)
+        yield from self._pool(stats)
         yield _lora_requests(stats, self._engine.config.max_batch_size)
-        yield GaugeMetricFamily(
-            "slora:engine_up", "1 while the engine serves", float(self._engine.death is None)
-        )
 
     def _gauges(self, stats: EngineStats) -> Iterable[Metric]:
         usage = stats.pages_kv / max(1, stats.pages_total)
@@ -127,6 +146,15 @@ class _EngineCollector(Collector):
                 usage,
             ),
             ("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc", usage),
+            ("slora:adapter_host_bytes", "Host memory of adapters' copies", stats.loading.host_bytes),
+            ("slora:pinned_adapters", "Adapters whose names are pinned", stats.adapters_pinned),
+            ("slora:pinned_pages", "Pages that pinned adapters take, or will", stats.pages_pinned),
+            (
+                "slora:engine_stalled_seconds",
+                "Time without a completed step while work is queued",
+                self._engine.stalled_seconds,
+            ),
+            ("slora:engine_up", "1 while the engine serves", float(self._engine.death is None)),
         ):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], value)
@@ -151,32 +179,43 @@ class _EngineCollector(Collector):
             ("slora:adapter_staged_bytes", "Bytes copied towards the pool", loading.bytes_staged),
             ("slora:adapter_wait_seconds", "Time that loads kept requests waiting", loading.wait_seconds),
             ("slora:adapter_load_failures", "Loads that failed", loading.failures),
+            ("slora:adapter_read_seconds", "Time of reads into host memory, summed", loading.read_seconds),
+            ("slora:adapter_copy_seconds", "Time of copies into the pool, summed", loading.copy_seconds),
             ("slora:engine_steps", "Engine steps", stats.steps),
         ):
             family = CounterMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
 
-
-def _pool(stats: EngineStats) -> Iterable[Metric]:
-    pages = GaugeMetricFamily("slora:pages", "Pages of the pool by what they hold", labels=["kind"])
-    for kind, count in (
-        ("kv", stats.pages_kv),
-        ("prefix", stats.pages_cached),
-        ("adapter", stats.pages_adapter),
-        ("free", stats.pages_free),
-    ):
-        pages.add_metric([kind], count)
-    yield pages
-    adapters = GaugeMetricFamily("slora:adapters", "Adapters by where they are", labels=["state"])
-    adapters.add_metric(["registered"], stats.adapters_registered)
-    adapters.add_metric(["reading"], stats.loading.reading)
-    adapters.add_metric(["staged"], stats.loading.staged)
-    adapters.add_metric(["resident"], stats.adapters_resident)
-    yield adapters
-    yield GaugeMetricFamily(
-        "slora:adapter_host_bytes", "Host memory of adapters' copies", stats.loading.host_bytes
-    )
+    def _pool(self, stats: EngineStats) -> Iterable[Metric]:
+        for name, text, label, values in (
+            (
+                "slora:pages",
+                "Pages of the pool by what they hold",
+                "kind",
+                {
+                    "kv": stats.pages_kv,
+                    "prefix": stats.pages_cached,
+                    "adapter": stats.pages_adapter,
+                    "free": stats.pages_free,
+                },
+            ),
+            (
+                "slora:adapters",
+                "Adapters by where they are",
+                "state",
+                {
+                    "registered": stats.adapters_registered,
+                    "reading": stats.loading.reading,
+                    "staged": stats.loading.staged,
+                    "resident": stats.adapters_resident,
+                },
+            ),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model_name", label])
+            for value, count in values.items():
+                family.add_metric([self._model_name, value], count)
+            yield family
 
 
 def _lora_requests(stats: EngineStats, max_lora: int) -> Metric:

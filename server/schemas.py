@@ -1,13 +1,15 @@
 """Bodies of requests and responses in OpenAI's form with vLLM's additions.
 
 Unknown fields of a request are ignored with a line in the log, as vLLM does, for the sake of newer clients.
-Fields that are known and would change the answer, but are not supported, are refused by name.
+Fields that are known and would change the answer, but are not supported, are refused by name. Numbers are
+read as vLLM reads them, in pydantic's lax mode: 16.0 and "16" are 16. Token ids of prompts must be integers.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+import unicodedata
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -17,7 +19,6 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    StrictFloat,
     StrictInt,
     StrictStr,
     model_serializer,
@@ -73,6 +74,17 @@ def _stop(value: Any) -> Any:
     return [value] if isinstance(value, str) else value or []
 
 
+def _model_name(value: str) -> str:
+    if not value:
+        raise ValueError("must not be empty; leave it out for the base model")
+    if any(unicodedata.category(c) == "Cc" for c in value):
+        raise ValueError("must not hold control characters")
+    return value
+
+
+ModelName = Annotated[StrictStr, AfterValidator(_model_name)]
+
+
 class StreamOptions(BaseModel):
     """`include_usage`: a last chunk with the token counts."""
 
@@ -101,7 +113,7 @@ _SAMPLING_NAMES = (  # fields of SamplingBody that SamplingParams has under the 
 class SamplingBody(RequestBody):
     """What both generating routes share. None is the default, as clients send it for "not set"."""
 
-    model: StrictStr | None = None  # None: the base
+    model: ModelName | None = None  # None: the base
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -115,15 +127,15 @@ class SamplingBody(RequestBody):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: Annotated[list[StrictStr], BeforeValidator(_stop)] = []
-    stop_token_ids: list[StrictInt] | None = None
+    stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # vLLM's: logprobs name tokens "token_id:N"
     user: StrictStr | None = None  # the tenant, unless the header X-Tenant names it
-    priority: StrictInt | None = None  # vLLM's: lower is earlier
-    deadline_s: StrictFloat | None = None  # ours: not finished so many seconds after arrival, it is aborted
+    priority: int | None = None  # vLLM's: lower is earlier
+    deadline_s: float | None = None  # ours: not finished so many seconds after arrival, it is aborted
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:
@@ -259,7 +271,7 @@ class PinLoraRequest(RequestBody):
 class TokenizeRequest(RequestBody):
     """POST /tokenize, of a prompt or of chat messages."""
 
-    model: StrictStr | None = None
+    model: ModelName | None = None
     prompt: StrictStr | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
@@ -276,7 +288,7 @@ class TokenizeRequest(RequestBody):
 class DetokenizeRequest(RequestBody):
     """POST /detokenize."""
 
-    model: StrictStr | None = None
+    model: ModelName | None = None
     tokens: list[Annotated[StrictInt, Field(ge=0)]]
 
 

@@ -57,7 +57,13 @@ def accept_token(sequence: Sequence, row: int, fetched: Mapping[str, np.ndarray]
     return _ended(sequence, event, reason, stop_reason=stop_reason)
 
 
-def end(sequence: Sequence, reason: FinishReason, *, error: str | None = None) -> StreamEvent:
+def end(
+    sequence: Sequence,
+    reason: FinishReason,
+    *,
+    error: str | None = None,
+    retry_after_s: float | None = None,
+) -> StreamEvent:
     """The last event of a sequence that ends without a new token; releases text that was held back."""
     request = sequence.request
     text = "" if sequence.detokenizer is None else sequence.detokenizer.append([], final=True)
@@ -69,6 +75,7 @@ def end(sequence: Sequence, reason: FinishReason, *, error: str | None = None) -
         text=text,
         token_ids=(),
         error=error,
+        retry_after_s=retry_after_s,
     )
     return _ended(sequence, event, reason)
 

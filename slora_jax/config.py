@@ -244,8 +244,9 @@ class EngineConfig:
     warmup: bool = _option(False, "compile the usual shapes before the first request")
     scheduling_policy: str = _option(
         "fcfs",
-        "who is taken next: fcfs, or a sum of cluster (adapters in the batch or resident first), "
-        "vtc (fair shares for tenants) and early-abort (give up what would miss ttft_target_s): vtc+cluster",
+        "who is taken next: fcfs, or a sum of cluster (adapters in the batch, in the pool or on their way "
+        "first), vtc (fair shares for tenants) and early-abort (give up what would miss ttft_target_s): "
+        "vtc+cluster",
     )
     priority_s: float = _option(
         10.0, "seconds of waiting that one step of a request's priority is worth (lower is earlier)"

@@ -3,7 +3,7 @@
     engine = Engine.from_pretrained("model.gguf", adapters={"pirate": "adapters/pirate"})
     engine.generate(["Ahoy?", "Hello?"], adapter_ids=["pirate", None])
 
-One thread owns an engine; only `prepare_adapter` and the tokenizer may be called from others.
+One thread owns an engine; only `prepare_adapter`, `under_way` and the tokenizer may be called from others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import jax
@@ -25,7 +25,7 @@ from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.registry import AdapterRegistry
-from slora_jax.lora.store import AdapterStore
+from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -39,7 +39,7 @@ from slora_jax.outputs import (
     RequestOutput,
     StreamEvent,
 )
-from slora_jax.request import DEFAULT_TENANT, Request, Sequence
+from slora_jax.request import DEFAULT_TENANT, GenerateRequest, Request, Sequence
 from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -51,6 +51,7 @@ from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_mod
 logger = logging.getLogger(__name__)
 
 _STAGING_BYTES = 64 << 20  # at least, where nobody chose
+_SHOWN = 8  # names in a message
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
 
@@ -144,7 +145,7 @@ class Engine:
             ("steps", "prompt_tokens", "output_tokens", "finished", "aborted", "failed"), 0
         )
         self._last_step = (0.0, 0)
-        self._last_plan = StepPlan([], [])
+        self._last_plan = self._planned = StepPlan([], [])  # counted; made, and perhaps not launched yet
 
     @classmethod
     def from_pretrained(
@@ -211,9 +212,10 @@ class Engine:
         order.
 
         One adapter id or SamplingParams serves all prompts; lists must be as long as `prompts`. `tenant`,
-        `priority` and `deadline_s` (see `add_request`) are those of all prompts. Raises ValueError or
+        `priority` and `deadline_s` (see `add_request`) are those of all prompts. They are queued at once,
+        even beyond the limit of a queue: whoever calls this waits for them. Raises ValueError or
         UnknownAdapterError before anything runs where one of the requests cannot be served, and
-        LimitExceededError where they exceed their tenant's or an adapter's limits.
+        LimitExceededError where they exceed the tokens a minute of their tenant or an adapter.
         """
         requests = self._intake.many(
             prompts, adapter_ids, sampling_params, tenant=tenant, priority=priority, deadline_s=deadline_s
@@ -269,8 +271,27 @@ class Engine:
             priority=priority,
             deadline_s=deadline_s,
         )
-        self._enqueue(request)
+        self._enqueue([request])
         return request.request_id
+
+    def add_requests(self, asked: Seq[GenerateRequest]) -> None:
+        """Queue all of these requests, or none: raises like `add_request` for the first that cannot be
+        served, and LimitExceededError where they exceed a limit together.
+        """
+        self._enqueue(
+            [
+                self._intake.one(
+                    a.prompt,
+                    a.adapter_id,
+                    a.params,
+                    request_id=a.request_id,
+                    tenant=a.tenant,
+                    priority=a.priority,
+                    deadline_s=a.deadline_s,
+                )
+                for a in asked
+            ]
+        )
 
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
@@ -281,7 +302,7 @@ class Engine:
             return []
         earlier = [e for e in self._undelivered if e.request_id == request_id]
         self._undelivered = [e for e in self._undelivered if e.request_id != request_id]
-        return earlier + self._abort(request)
+        return earlier + self._end(request, "abort")
 
     def step(self) -> list[StreamEvent]:
         """Launch the next step, then hand out what the one before it sampled.
@@ -289,10 +310,10 @@ class Engine:
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
         started = time.perf_counter()
-        for request, reason in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
-            self._undelivered += self._abort(request, reason)
+        for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
+            self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
         try:
-            plan = self._schedule()
+            self._planned = plan = self._schedule()
             launched = self._runner.launch(plan) if plan else None
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
@@ -375,7 +396,9 @@ class Engine:
             pages_adapter=self._pool.count("adapter"),
             pages_free=self._pool.num_free,
             adapters_registered=len(self._adapters),
-            adapters_resident=len(self._adapters.resident),
+            adapters_resident=self._adapters.num_resident,
+            adapters_pinned=self._adapters.num_pinned,
+            pages_pinned=self._adapters.pinned_pages(),
             adapter_loads=self._loader.loads,
             adapter_evictions=self._reclaim.evictions["adapter"],
             prefix_lookups=self._prefixes.lookups,
@@ -394,6 +417,24 @@ class Engine:
             last_step_seconds=self._last_step[0],
             last_step_tokens=self._last_step[1],
             loading=self._loader.stats(),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps launched since the start."""
+        return self._counters["steps"]
+
+    def under_way(self) -> str:
+        """What the engine is at, for the log of one that hangs: its last step, requests, adapters in
+        transfer. Safe in any thread, also while `step` runs.
+        """
+        plan, requests = self._planned, list(self._requests)
+        stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
+        return (
+            f"the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks of "
+            f"prompts, {plan.num_tokens} tokens (shape: {self._runner.shape}), of requests {_some(stepped)}; "
+            f"{len(requests)} requests have not ended: {_some(requests)}; "
+            f"adapters in transfer: {_some(self._loader.under_way())}"
         )
 
     def warmup(self, progress: Progress | None = None) -> None:
@@ -430,8 +471,7 @@ class Engine:
         """
         mine = {r.request_id for r in requests}
         try:
-            for request in requests:
-                self._enqueue(request)
+            self._enqueue(requests, queue_limits=False)
             while not all(r.finished for r in requests) or any(
                 e.request_id in mine for e in self._undelivered
             ):
@@ -460,7 +500,9 @@ class Engine:
             self._loader.transfer()
             if not self._fail_loads() and self.config.adapter_prefetch:
                 floor = int(self.config.prefetch_watermark * self._pool.usable_for("adapter"))
-                self._loader.prefetch(self._pool.free_for("adapter") - floor)
+                guess = self._loader.prefetch(self._pool.free_for("adapter") - floor)
+                if guess is not None:
+                    self._scheduler.waiting.came_near(guess)
             left = until - time.monotonic()
             idle = self._in_flight is None and not self._undelivered and self._requests
             if plan or not idle or left <= 0 or not self._loader.wait(left):
@@ -474,23 +516,31 @@ class Engine:
                 self._undelivered += self._end(request, "error", reason)
         return bool(failures)
 
-    def _enqueue(self, request: Request) -> None:
-        if request.request_id in self._requests:
-            raise ValueError(
-                f"request id '{request.request_id}' is in use; ids must differ among unfinished requests"
-            )
-        self._intake.check_room(request)
-        if request.adapter is not None:
-            self._adapters.acquire(request.adapter)
+    def _enqueue(self, requests: Seq[Request], *, queue_limits: bool = True) -> None:
+        """All of them, or none and an error."""
+        ids: set[str] = set()
+        for request in requests:
+            if request.request_id in self._requests or request.request_id in ids:
+                raise ValueError(
+                    f"request id '{request.request_id}' is in use; ids must differ among unfinished requests"
+                )
+            ids.add(request.request_id)
+            self._intake.check_room(request)
+        acquired: list[Adapter] = []
         try:
-            self._scheduler.waiting.check(request)
+            for request in requests:
+                if request.adapter is not None:
+                    self._adapters.acquire(request.adapter)
+                    acquired.append(request.adapter)
+            self._scheduler.waiting.check(requests, queue=queue_limits)
         except BaseException:
-            if request.adapter is not None:
-                self._adapters.release(request.adapter)
+            for adapter in acquired:
+                self._adapters.release(adapter)
             raise
-        self._requests[request.request_id] = request
-        for sequence in request.sequences:
-            self._scheduler.add(sequence)
+        for request in requests:
+            self._requests[request.request_id] = request
+            for sequence in request.sequences:
+                self._scheduler.add(sequence)
 
     def _rewind(self) -> None:
         """After a step that broke off: sampled tokens that were not collected are computed again, to the same
@@ -520,16 +570,18 @@ class Engine:
             events.append(event)
         return events
 
-    def _abort(self, request: Request, reason: str | None = None) -> list[StreamEvent]:
-        """End what is left of a request; `reason` is the `error` of the last events."""
-        return self._end(request, "abort", reason)
-
-    def _end(self, request: Request, finish_reason: FinishReason, error: str | None) -> list[StreamEvent]:
-        """End what is left of a request."""
+    def _end(
+        self,
+        request: Request,
+        finish_reason: FinishReason,
+        error: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> list[StreamEvent]:
+        """End what is left of a request, with these fields in its last events."""
         events = []
         for sequence in request.sequences:
             if sequence.finish_reason is None:
-                events.append(end(sequence, finish_reason, error=error))
+                events.append(end(sequence, finish_reason, error=error, retry_after_s=retry_after_s))
                 self._release(sequence)
         return events
 
@@ -556,6 +608,13 @@ class Engine:
             max(0, min(c.start + c.count, c.sequence.prompt_len) - c.start) for c in plan
         )
         self._last_step = (seconds, plan.num_tokens)
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first few, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more if every else "none"
 
 
 def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:

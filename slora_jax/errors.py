@@ -1,12 +1,40 @@
 """The errors a caller may want to tell apart; each message names what, where and the fix."""
 
+import os
+
 
 class CheckpointError(ValueError):
     """A model that cannot be loaded: file, tensor or field, and why."""
 
 
 class AdapterError(ValueError):
-    """An adapter folder that is refused: file, key or field, and why."""
+    """An adapter folder that is refused: the file in it (or the folder), key or field, and why.
+
+    Its text begins with the path of that file or folder. `without_path` names the file alone: whoever asks
+    over a network need not know how this machine's folders are called.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        assert (file is None) != (folder is None), "an adapter's error is of a file or of its folder"
+        super().__init__(f"{file or folder}: {reason}")
+        self.without_path = reason if file is None else f"{os.path.basename(file)}: {reason}"
+
+
+def reason_without_path(error: BaseException) -> str:
+    """Why an adapter could not be read, for clients: nothing of what an error may say of this machine."""
+    match error:
+        case AdapterError():
+            return error.without_path
+        case OSError():
+            return error.strerror or type(error).__name__
+        case _:
+            return f"{type(error).__name__}; the log has the reason"
 
 
 class AdapterExistsError(ValueError):
@@ -18,8 +46,11 @@ class UnknownAdapterError(LookupError):
 
 
 class LimitExceededError(RuntimeError):
-    """A tenant or an adapter is at a limit of its queue or rate; the same request may be served later."""
+    """A tenant or an adapter is at a limit of its queue or rate; the same request may be served later.
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    `limit` is the field of EngineConfig that says so, such as "tenant_max_queue".
+    """
+
+    def __init__(self, message: str, retry_after_s: float, limit: str) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.limit = retry_after_s, limit

@@ -48,7 +48,8 @@ class StreamEvent:
     `prompt_index` is the position in the list given to `generate` or `stream` (0 for `add_request`);
     `index` numbers the `n` sequences of a request. The last event of a sequence, and only it, has a
     `finish_reason`; `stop_reason` is then the stop string or token id that matched, `error` the message of an
-    "error".
+    "error", or of an "abort" that the engine decided. `retry_after_s`: given up by early-abort, the request
+    may be served in so many seconds.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class StreamEvent:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    retry_after_s: float | None = None
     metrics: RequestMetrics | None = None  # on the last event
     logits: np.ndarray | None = None  # float32[n_tokens, vocab] with EngineConfig.record_logits
 
@@ -143,6 +145,8 @@ class LoadStats:
     bytes_staged: int = 0  # counter: bytes copied towards the pool
     wait_seconds: float = 0.0  # counter, over loads: from when a request waits for nothing else
     failures: int = 0  # counter
+    read_seconds: float = 0.0  # counter, over reads that have ended, well or not
+    copy_seconds: float = 0.0  # counter, over loads: from the begin of the copy to its write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +162,8 @@ class EngineStats:
     pages_free: int
     adapters_registered: int
     adapters_resident: int
+    adapters_pinned: int  # by name, resident or not
+    pages_pinned: int  # that these take, or will
     adapter_loads: int  # counter: copies into the pool
     adapter_evictions: int  # counter
     prefix_lookups: int  # counter: sequences let in that looked for a cached prefix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
     from slora_jax.text.detokenizer import IncrementalDetokenizer
 
 DEFAULT_TENANT = "default"  # of requests that name none
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt, how to continue it, and when; `request_id` must be unique among unfinished requests."""
+
+    request_id: str
+    prompt: str | Seq[int]
+    adapter_id: str | None
+    params: SamplingParams
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0
+    deadline_s: float | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.common import Case, Ceilings, Measurement, seconds_per_call
-from slora_jax.pallas_kernels.lora_work import AdapterBlocks, LoraWork, build_lora_work, lora_work_needed
+from slora_jax.pallas_kernels.lora_work import LoraWork, build_lora_work, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
+from slora_jax.pallas_kernels.xla_lora import AdapterBlocks
 
 PAGE_TOKENS, W, LAYERS = 16, 256, 8
 

@@ -26,7 +26,10 @@ SERVER_HELP: Mapping[str, str] = {  # a field of ServerConfig -> its help text
     "admin_api_key": "key of those routes; None: $SLORA_ADMIN_API_KEY",
     "adapter_root": "load adapters from folders in this one only; relative paths start there",
     "max_body_bytes": "largest request",
+    "body_timeout_seconds": "how long a request's body may take to arrive",
     "max_sequences_per_request": "most prompts times n in one request",
+    "watchdog_seconds": "without a step for so long while requests wait, /health is 503 and the log says why "
+    "(a first step may compile for minutes); 0: never",
     "drain_seconds": "how long running requests may go on after SIGTERM",
 }
 

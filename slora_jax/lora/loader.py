@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slora_jax.errors import AdapterError
+from slora_jax.errors import AdapterError, reason_without_path
 from slora_jax.lora.packing import AdapterShape, PackedAdapter
 from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.store import Adapter, AdapterStore
@@ -55,6 +55,15 @@ class AdapterDevice(Protocol):
         self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]
     ) -> list[StagedCopy]: ...
     def write_adapter(self, staged: StagedCopy) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A read under way in a thread, begun at this monotonic time."""
+
+    adapter: Adapter
+    future: concurrent.futures.Future[HostCopy]
+    since: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +104,14 @@ class AdapterLoader:
         self._executor: concurrent.futures.Executor = concurrent.futures.ThreadPoolExecutor(
             _READERS, thread_name_prefix="adapter-reader"
         )
-        self._reading: dict[int, tuple[Adapter, concurrent.futures.Future[HostCopy]]] = {}  # by generation
+        self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
         self._guess: Adapter | None = None  # loaded though no request asks for it
         # The scheduler's pass in which one found no room: those after it take none, or it might never get it.
         self._host_full_in = self._staging_full_in = -1
         self._failed: dict[int, tuple[Adapter, str]] = {}
         self._hits = self._misses = self._bytes_staged = self._failures = self.loads = 0
-        self._wait_seconds = 0.0
+        self._wait_seconds = self._read_seconds = self._copy_seconds = 0.0
 
     # -- asked for by the scheduler --
 
@@ -157,11 +166,12 @@ class AdapterLoader:
     def settle(self) -> None:
         """Take reads and copies that are done; never waits for one that is not."""
         self._store.host.turn += 1
-        for adapter, future in list(self._reading.values()):
+        for read in list(self._reading.values()):
+            adapter = read.adapter
             if adapter.freed or not (adapter.users or adapter is self._guess):
-                future.cancel()  # has no effect on one that has begun: its copy may serve later
-            if future.done():
-                self._end_read(adapter, future)
+                read.future.cancel()  # has no effect on one that has begun: its copy may serve later
+            if read.future.done():
+                self._end_read(read)
         self._settle_copies()
 
     def wait(self, timeout: float) -> bool:
@@ -174,22 +184,22 @@ class AdapterLoader:
             with contextlib.suppress(Exception):  # settle meets it, too, and knows whose it is
                 copy.wait()
             return True
-        futures = [future for _, future in self._reading.values()]
+        futures = [read.future for read in self._reading.values()]
         if futures:
             concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
         return bool(futures)
 
     def take_failures(self) -> list[tuple[Adapter, str]]:
-        """Adapters whose loads failed since the last call, and why."""
+        """Adapters whose loads failed since the last call, and why; the log has the paths."""
         failed, self._failed = list(self._failed.values()), {}
         return failed
 
-    def prefetch(self, free_pages: int) -> None:
+    def prefetch(self, free_pages: int) -> Adapter | None:
         """Where nothing is under way, bring back the likeliest of recently evicted adapters, into at most
-        `free_pages` pages: nothing gives way for a guess, in the pool or in host memory.
+        `free_pages` pages: nothing gives way for a guess, in the pool or in host memory. Returns it.
         """
         if self._reading or self._transfers:
-            return
+            return None
         host = self._store.host
         candidates = [
             a
@@ -199,6 +209,8 @@ class AdapterLoader:
         self._guess = max(candidates, key=lambda a: a.usage, default=None)
         if self._guess is not None and (self._guess.host is not None or host.free >= self._guess.host_bytes):
             self.seek(self._guess, room=True, waits=False)
+            return self._guess
+        return None
 
     def stats(self) -> LoadStats:
         """A snapshot for metrics."""
@@ -214,7 +226,16 @@ class AdapterLoader:
             bytes_staged=self._bytes_staged,
             wait_seconds=self._wait_seconds,
             failures=self._failures,
+            read_seconds=self._read_seconds,
+            copy_seconds=self._copy_seconds,
         )
+
+    def under_way(self) -> list[str]:
+        """Adapters that are read or copied, and for how long. Safe in any thread."""
+        now = time.monotonic()
+        reads = [f"'{r.adapter.name}' (read for {now - r.since:.1f} s)" for r in list(self._reading.values())]
+        copies = [t for t in list(self._transfers) if t.valid and t.copy is not None]
+        return reads + [f"'{t.adapter.name}' (copied for {now - t.since:.1f} s)" for t in copies]
 
     def check_integrity(self) -> None:
         """States and what is under way agree; raises AssertionError saying what does not."""
@@ -224,7 +245,7 @@ class AdapterLoader:
             assert reading == (adapter.state == "reading"), f"adapter '{adapter.name}' is {adapter.state}"
             staged = adapter.generation in valid
             assert staged == (adapter.state == "staged"), f"adapter '{adapter.name}' is {adapter.state}"
-        promised = sum(adapter.host_bytes for adapter, _ in self._reading.values())
+        promised = sum(read.adapter.host_bytes for read in self._reading.values())
         assert self._store.host.promised == promised, "bytes are promised to reads that are not under way"
 
     # -- inside --
@@ -242,13 +263,17 @@ class AdapterLoader:
         adapter.state = "reading"
         self._misses += 1
         host.promised += adapter.host_bytes
-        self._reading[adapter.generation] = adapter, future
+        self._reading[adapter.generation] = _Read(adapter, future, time.monotonic())
 
-    def _end_read(self, adapter: Adapter, future: concurrent.futures.Future[HostCopy]) -> None:
+    def _end_read(self, read: _Read) -> None:
+        adapter, future = read.adapter, read.future
         del self._reading[adapter.generation]
         self._store.host.promised -= adapter.host_bytes
         adapter.state = "registered"
-        if future.cancelled() or adapter.freed:
+        if future.cancelled():
+            return
+        self._read_seconds += time.monotonic() - read.since
+        if adapter.freed:
             return
         error = future.exception()
         if error is None:
@@ -267,7 +292,9 @@ class AdapterLoader:
                 try:
                     self._write(entry.adapter, entry.copy)
                     if entry.adapter.resident:
-                        self._measured(entry.together, time.monotonic() - entry.since)
+                        seconds = time.monotonic() - entry.since
+                        self._copy_seconds += seconds
+                        self._measured(entry.together, seconds)
                 except BaseException:
                     self._transfers += under_way
                     raise
@@ -309,13 +336,18 @@ class AdapterLoader:
         if adapter.state == "staged":
             self._store.withdraw(adapter)
         known = isinstance(error, ValueError | OSError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        logger.warning("adapter '%s' could not be loaded: %s", adapter.name, reason)
+        logger.warning(
+            "adapter '%s' could not be loaded: %s",
+            adapter.name,
+            error if known else f"{type(error).__name__}: {error}",
+            exc_info=None if known else error,
+        )
         adapter.waited_since = None
         adapter.ahead = False
         self._failures += 1
         self._store.forget_eviction(adapter)
-        self._failed[adapter.generation] = adapter, f"adapter '{adapter.name}' could not be loaded: {reason}"
+        reason = f"adapter '{adapter.name}' could not be loaded: {reason_without_path(error)}"
+        self._failed[adapter.generation] = adapter, reason
 
 
 def _read_again(
@@ -325,8 +357,9 @@ def _read_again(
     prepared = read(stamp.folder)
     if prepared.stamp != stamp or prepared.packed.shape != shape:
         raise AdapterError(
-            f"{stamp.folder}: its files have changed since adapter '{name}' was registered; load it in place "
-            "to serve the new ones"
+            f"its files have changed since adapter '{name}' was registered; load it in place "
+            "to serve the new ones",
+            folder=stamp.folder,
         )
     assert prepared.host is not None
     return prepared.host

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -57,8 +58,7 @@ def pack_adapter(adapter: LoraAdapter, layout: PageLayout, dtype: npt.DTypeLike)
     """Lay out A and scaling * B^T as zero-padded rank blocks of 8 rows, cut into chunks, by layer and shard.
 
     `dtype` is the pool's, float32 or bfloat16. scaling * B is computed in float32 and rounded once. Raises
-    ValueError where the adapter does not fit the layout's model, and AdapterError where a scaled weight
-    overflows the dtype.
+    AdapterError where the adapter does not fit the layout's model or a scaled weight overflows the dtype.
     """
     pool_dtype = np.dtype(dtype)
     if pool_dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
@@ -70,7 +70,7 @@ def pack_adapter(adapter: LoraAdapter, layout: PageLayout, dtype: npt.DTypeLike)
         (layout.tp, layout.n_layers, num_chunks, RANK_BLOCK, layout.chunk_width), pool_dtype
     )
     for (layer, module), weights in adapter.weights.items():
-        a, b = _rows(weights, pool_dtype, f"{adapter.path}: layer {layer} {module}")
+        a, b = _rows(weights, pool_dtype, adapter.path, f"layer {layer} {module}")
         for shard in range(layout.tp):
             start, stop = _shard_range(layout, module, shard, features[module])
             a_shard, b_shard = (a[:, start:stop], b) if module in ROW_PARALLEL else (a, b[:, start:stop])
@@ -128,10 +128,11 @@ def _features(adapter: LoraAdapter, layout: PageLayout) -> dict[str, tuple[int, 
             repeats = module in _KV_MODULES and 0 < heads < layout.tp  # a shard holds one head then
             fits = found[0] == n_in and (rest == 0 if repeats else found[1] == n_out * layout.tp)
         if not fits or layer >= layout.n_layers:
-            raise ValueError(
-                f"{adapter.path}: layer {layer} {module} with (in, out) {found} does not fit a layout of "
+            raise AdapterError(
+                f"layer {layer} {module} with (in, out) {found} does not fit a layout of "
                 f"{layout.n_layers} layers and ({n_in}, {n_out}) on each of {layout.tp} shards; read the "
-                "adapter with this model's config"
+                "adapter with this model's config",
+                folder=adapter.path,
             )
     return features
 
@@ -146,7 +147,7 @@ def _shard_range(layout: PageLayout, module: str, shard: int, features: tuple[in
 
 
 def _rows(
-    weights: LoraWeights, dtype: np.dtype[Any], where: str
+    weights: LoraWeights, dtype: np.dtype[Any], folder: Path, where: str
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """A [r, in] and scaling * B^T [r, out] in `dtype`."""
     with np.errstate(over="ignore", invalid="ignore"):  # looked for below, where it can be named
@@ -154,7 +155,8 @@ def _rows(
         b = (weights.b.astype(np.float32) * np.float32(weights.scaling)).astype(dtype, copy=False)
     if not (all_finite(a) and all_finite(b)):
         raise AdapterError(
-            f"{where}: overflows {dtype} with its scaling {weights.scaling:g}; lower lora_alpha"
+            f"{where}: overflows {dtype} with its scaling {weights.scaling:g}; lower lora_alpha",
+            folder=folder,
         )
     return a, b.T
 

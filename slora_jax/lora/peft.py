@@ -101,10 +101,12 @@ def read_adapter(
             }
     except SafetensorError as error:
         raise AdapterError(
-            f"{file_path}: corrupt or cut short: {error}; copy or save the file again"
+            f"corrupt or cut short: {error}; copy or save the file again", file=file_path
         ) from error
     except OSError as error:
-        raise AdapterError(f"{file_path}: cannot be read: {error}") from error
+        raise AdapterError(
+            f"cannot be read: {error.strerror or type(error).__name__}", file=file_path
+        ) from error
     ranks = {
         module: max(w.a.shape[0] for (_, m), w in weights.items() if m == module)
         for module in MODULES
@@ -137,13 +139,15 @@ def promised_ranks(
     for rank, field in targeted.values():
         if rank > min(max_rank, MAX_RANK):
             raise AdapterError(
-                f"{lora.path}: field '{field}': rank {rank} is above max_lora_rank "
-                f"{min(max_rank, MAX_RANK)}; raise it in EngineConfig (at most {MAX_RANK})"
+                f"field '{field}': rank {rank} is above max_lora_rank "
+                f"{min(max_rank, MAX_RANK)}; raise it in EngineConfig (at most {MAX_RANK})",
+                file=lora.path,
             )
     if not targeted:
         raise AdapterError(
-            f"{lora.path}: field 'target_modules' matches no module of the base model ({_base(lora)}); "
-            "expected some of " + ", ".join(MODULES)
+            f"field 'target_modules' matches no module of the base model ({_base(lora)}); "
+            "expected some of " + ", ".join(MODULES),
+            file=lora.path,
         )
     return {module: rank for module, (rank, _) in targeted.items()}
 
@@ -214,26 +218,27 @@ def _pair_up(
         side = sides.setdefault((layer, module), {})
         if match["side"] in side:
             raise AdapterError(
-                f"{file}: keys '{side[match['side']].key}' and '{header.key}' name the same weight; keep one "
-                "adapter a file"
+                f"keys '{side[match['side']].key}' and '{header.key}' name the same weight; keep one "
+                "adapter a file",
+                file=file,
             )
         side[match["side"]] = header
     if unmatched:
         more = f" (and {len(unmatched) - 1} more such keys)" if len(unmatched) > 1 else ""
-        raise AdapterError(f"{file}: key '{unmatched[0]}': {_why_unmatched(unmatched[0], config)}{more}")
+        raise AdapterError(f"key '{unmatched[0]}': {_why_unmatched(unmatched[0], config)}{more}", file=file)
     if len(names) > 1:
         first, second = list(names.values())[:2]
         raise AdapterError(
-            f"{file}: keys '{first}' and '{second}' belong to two adapters; keep one adapter a file"
+            f"keys '{first}' and '{second}' belong to two adapters; keep one adapter a file", file=file
         )
     if not sides:
-        raise AdapterError(f"{file}: holds no LoRA tensors; save the adapter again")
+        raise AdapterError("holds no LoRA tensors; save the adapter again", file=file)
     for side in sides.values():
         if len(side) == 1:
             [(found, header)] = side.items()
             missing = "B" if found == "A" else "A"
             raise AdapterError(
-                f"{file}: key '{header.key}' has no lora_{missing} beside it; save the adapter again"
+                f"key '{header.key}' has no lora_{missing} beside it; save the adapter again", file=file
             )
     return {place: (side["A"], side["B"]) for place, side in sides.items()}
 
@@ -279,13 +284,15 @@ def _check_against_config(
             field = lora.refused_by(path)
             if (layer, module) in pairs and field is not None:
                 raise AdapterError(
-                    f"{file}: key '{pairs[layer, module][0].key}': {lora.path.name} leaves {path} out (field "
-                    f"'{field}'); correct the field, or save config and weights together"
+                    f"key '{pairs[layer, module][0].key}': {lora.path.name} leaves {path} out (field "
+                    f"'{field}'); correct the field, or save config and weights together",
+                    file=file,
                 )
             if (layer, module) not in pairs and field is None:
                 raise AdapterError(
-                    f"{file}: no key for {path}, which {lora.path.name} targets (field 'target_modules'); "
-                    f"the adapter may be incomplete or of another base model ({_base(lora)})"
+                    f"no key for {path}, which {lora.path.name} targets (field 'target_modules'); "
+                    f"the adapter may be incomplete or of another base model ({_base(lora)})",
+                    file=file,
                 )
 
 
@@ -293,7 +300,7 @@ def _check_targets(lora: PeftLoraConfig) -> None:
     for path in ("lm_head", "model.embed_tokens"):
         if lora.refused_by(path) is None:
             raise AdapterError(
-                f"{lora.path}: field 'target_modules': LoRA on {path} is not supported; train without it"
+                f"field 'target_modules': LoRA on {path} is not supported; train without it", file=lora.path
             )
 
 
@@ -303,14 +310,16 @@ def _check_shape(
     """The tensor is a matrix of the base model's size; None stands for the rank."""
     if len(header.shape) != 2:
         raise AdapterError(
-            f"{file}: key '{header.key}': shape {list(header.shape)} is not a matrix; an FSDP or ZeRO-3 run "
-            "must gather its shards before it saves"
+            f"key '{header.key}': shape {list(header.shape)} is not a matrix; an FSDP or ZeRO-3 run "
+            "must gather its shards before it saves",
+            file=file,
         )
     if any(n is not None and n != found for n, found in zip(want, header.shape, strict=True)):
         shown = ", ".join("r" if n is None else str(n) for n in want)
         raise AdapterError(
-            f"{file}: key '{header.key}': shape {list(header.shape)} does not fit this base model, which "
-            f"needs [{shown}]; load the adapter on the base it was trained on ({_base(lora)})"
+            f"key '{header.key}': shape {list(header.shape)} does not fit this base model, which "
+            f"needs [{shown}]; load the adapter on the base it was trained on ({_base(lora)})",
+            file=file,
         )
 
 
@@ -320,32 +329,40 @@ def _check_dtype_and_rank(
     for header in (a, b):
         if header.dtype not in _DTYPES:
             raise AdapterError(
-                f"{file}: key '{header.key}': dtype {header.dtype} is not supported; save it in float32, "
-                "float16 or bfloat16"
+                f"key '{header.key}': dtype {header.dtype} is not supported; save it in float32, "
+                "float16 or bfloat16",
+                file=file,
             )
     rank = a.shape[0]
     want_rank, field = lora.rank(path)
     if rank < 1:
-        raise AdapterError(f"{file}: key '{a.key}': rank 0; save the adapter again with gathered weights")
+        raise AdapterError(f"key '{a.key}': rank 0; save the adapter again with gathered weights", file=file)
     if b.shape[1] != rank:
         raise AdapterError(
-            f"{file}: key '{b.key}': rank {b.shape[1]}, but '{a.key}' has rank {rank}; save both again"
+            f"key '{b.key}': rank {b.shape[1]}, but '{a.key}' has rank {rank}; save both again", file=file
         )
     if rank != want_rank:
         raise AdapterError(
-            f"{file}: key '{a.key}': rank {rank}, but {lora.path.name} says {want_rank} (field '{field}'); "
-            "correct the field, or save config and weights together"
+            f"key '{a.key}': rank {rank}, but {lora.path.name} says {want_rank} (field '{field}'); "
+            "correct the field, or save config and weights together",
+            file=file,
         )
     if rank > MAX_RANK:
-        raise AdapterError(f"{file}: key '{a.key}': rank {rank} is above {MAX_RANK}, the largest supported")
+        raise AdapterError(
+            f"key '{a.key}': rank {rank} is above {MAX_RANK}, the largest supported", file=file
+        )
     if rank > max_rank:
         raise AdapterError(
-            f"{file}: key '{a.key}': rank {rank} is above max_lora_rank {max_rank}; raise it in EngineConfig"
+            f"key '{a.key}': rank {rank} is above max_lora_rank {max_rank}; raise it in EngineConfig",
+            file=file,
         )
 
 
 def _base(lora: PeftLoraConfig) -> str:
-    return f"base_model_name_or_path {lora.base_model!r}" if lora.base_model else "which it does not name"
+    if not lora.base_model:
+        return "which it does not name"
+    path = Path(lora.base_model)  # on the machine that trained it, where it is absolute
+    return f"base_model_name_or_path {path.name if path.is_absolute() else lora.base_model!r}"
 
 
 def _finite(file: Path, header: _Header, tensor: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -353,6 +370,7 @@ def _finite(file: Path, header: _Header, tensor: npt.NDArray[Any]) -> npt.NDArra
         values = tensor.astype(np.float32)
         row, column = np.argwhere(~np.isfinite(values))[0]
         raise AdapterError(
-            f"{file}: key '{header.key}': {values[row, column]} at [{row}, {column}]; train or save it again"
+            f"key '{header.key}': {values[row, column]} at [{row}, {column}]; train or save it again",
+            file=file,
         )
     return tensor

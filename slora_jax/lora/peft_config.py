@@ -163,16 +163,17 @@ def _read_json(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise AdapterError(
-            f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; save the "
-            "adapter again"
+            f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; save the "
+            "adapter again",
+            file=path,
         ) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, endless digits, endless nesting
-        raise AdapterError(f"{path}: not valid JSON: {error}; save the adapter again") from error
+        raise AdapterError(f"not valid JSON: {error}; save the adapter again", file=path) from error
     except OSError as error:
-        raise AdapterError(f"{path}: cannot be read: {error.strerror}") from error
+        raise AdapterError(f"cannot be read: {error.strerror}", file=path) from error
     if not isinstance(fields, dict):
         raise AdapterError(
-            f"{path}: must hold a JSON object, found {type(fields).__name__}; save the adapter again"
+            f"must hold a JSON object, found {type(fields).__name__}; save the adapter again", file=path
         )
     return fields
 
@@ -207,7 +208,7 @@ class _Fields:
         return config
 
     def error(self, field: str, reason: str) -> AdapterError:
-        return AdapterError(f"{self.path}: field '{field}': {reason}")
+        return AdapterError(f"field '{field}': {reason}", file=self.path)
 
     def check_supported(self) -> None:
         peft_type = self.raw.get("peft_type")
@@ -226,8 +227,9 @@ class _Fields:
         if unknown:
             listed = ", ".join(f"'{field}'={_shown(self.raw[field])}" for field in unknown)
             raise AdapterError(
-                f"{self.path}: unknown field {listed}: it may change what the adapter computes; "
-                "remove it from the file if it does not"
+                f"unknown field {listed}: it may change what the adapter computes; "
+                "remove it from the file if it does not",
+                file=self.path,
             )
 
     def check_init(self, init: object) -> None:

@@ -33,7 +33,7 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
         )
     if not folder.is_dir():
         raise AdapterError(
-            f"{folder}: not a folder; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+            f"not a folder; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}", folder=folder
         )
     return folder
 
@@ -46,9 +46,9 @@ def config_file(folder: Path) -> Path:
 def _existing(folder: Path, name: str, fix: str) -> Path:
     file = folder / name
     if not file.exists():
-        raise AdapterError(f"{folder}: {name} is missing; {fix}")
+        raise AdapterError(f"{name} is missing; {fix}", folder=folder)
     if not file.is_file():
-        raise AdapterError(f"{file}: not a regular file; {fix}")
+        raise AdapterError(f"not a regular file; {fix}", file=file)
     return file
 
 
@@ -57,9 +57,10 @@ def weights_file(folder: Path) -> Path:
     pickled = next((name for name in _PICKLED_FILES if (folder / name).exists()), None)
     if pickled is not None and not (folder / WEIGHTS_FILE).exists():
         raise AdapterError(
-            f"{folder / pickled}: pickled weights are never loaded, since opening them can run code; if you "
+            f"pickled weights are never loaded, since opening them can run code; if you "
             "trust the file, convert it: "
-            f"safetensors.torch.save_file(torch.load('{pickled}', weights_only=True), '{WEIGHTS_FILE}')"
+            f"safetensors.torch.save_file(torch.load('{pickled}', weights_only=True), '{WEIGHTS_FILE}')",
+            file=folder / pickled,
         )
     return _existing(
         folder, WEIGHTS_FILE, "save the adapter with save_pretrained(..., safe_serialization=True)"

@@ -7,6 +7,7 @@ is `store.py`'s, how weights come from disk to the device `loader.py`'s.
 from __future__ import annotations
 
 import os
+import unicodedata
 import weakref
 from collections.abc import Callable, Mapping, Set
 
@@ -60,7 +61,7 @@ class AdapterRegistry:
         adapter = read_adapter(path, self._model_config, max_rank=self._max_rank)
         packed = pack_adapter(adapter, self._layout, self._dtype)
         if folder_stamp(path) != stamp:
-            raise AdapterError(f"{stamp.folder}: its files changed while they were read; load it again")
+            raise AdapterError("its files changed while they were read; load it again", folder=stamp.folder)
         return PreparedAdapter(os.fspath(path), packed, stamp, self._host_copy(packed.pages))
 
     def load(
@@ -165,5 +166,9 @@ class AdapterRegistry:
 
 
 def _check_name(name: str) -> None:
-    if not as_kind("an adapter's name", name, str) or name != name.strip():
-        raise ValueError(f"an adapter's name must not be empty or begin or end with a space, got {name!r}")
+    as_kind("an adapter's name", name, str)
+    if not name or name != name.strip() or any(unicodedata.category(c) in ("Cc", "Cs") for c in name):
+        raise ValueError(
+            "an adapter's name must not be empty, begin or end with a space, or hold control characters or "
+            f"lone surrogates, got {name!r}"
+        )

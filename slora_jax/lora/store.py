@@ -60,6 +60,11 @@ class Adapter:
         return self.state == "resident"
 
     @property
+    def coming(self) -> bool:
+        """Whether a load is under way: it is read, was read and waits for pages, or is copied."""
+        return self.state in ("reading", "staged") or (self.fresh and self.host is not None)
+
+    @property
     def num_pages(self) -> int:
         """Pages that it takes of the pool: what its weights need, or a whole slot."""
         return self.slot_pages or self.shape.layout.num_pages
@@ -229,6 +234,14 @@ class AdapterStore:
     def resident(self) -> list[Adapter]:
         """Adapters whose pages are written."""
         return list(self._resident.values())
+
+    @property
+    def num_resident(self) -> int:
+        return len(self._resident)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
 
     @property
     def idle_pages(self) -> int:

@@ -7,10 +7,19 @@ keeps the latest requests that can be served within the target, and serves those
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
-from collections.abc import Iterator
 
 from slora_jax.request import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Overdue:
+    """A request that is to be ended now, and why; None: coming back at another time would not help it."""
+
+    request: Request
+    reason: str
+    retry_after_s: float | None = None
 
 
 class MovingRate:
@@ -100,8 +109,8 @@ class EarlyAbort:
         assert metrics.first_token_time is not None and metrics.first_scheduled_time is not None
         self._first_token.add(metrics.first_token_time - metrics.first_scheduled_time)
 
-    def late(self, now: float, *, idle: bool) -> Iterator[tuple[Request, str]]:
-        """Take out the requests to give up, each with the reason. Once a step, before any is admitted.
+    def late(self, now: float, *, idle: bool) -> list[Overdue]:
+        """Take out the requests to give up. Once a step, before any is admitted.
 
         `idle`: nothing runs, so what first tokens took before (a step that compiled, a full batch) says
         little; who is in time by now is served, and measured anew.
@@ -111,13 +120,21 @@ class EarlyAbort:
         keep = len(self._waiting)
         if self._service.observed >= self._target and self._arrivals.value >= self._service.upper:
             keep = max(1, int(self._service.upper * room))
-        while self._waiting:
-            request = next(iter(self._waiting))
+        late: list[tuple[Request, float]] = []
+        for request in self._waiting:
             waited = now - request.metrics.arrival_time
-            if waited <= room and len(self._waiting) <= keep:
-                return
+            if waited <= room and len(self._waiting) - len(late) <= keep:
+                break
+            late.append((request, waited))
+        for request, _ in late:
             del self._waiting[request]
-            yield request, self._reason(waited)
+        return [Overdue(request, self._reason(waited), self._drain_s) for request, waited in late]
+
+    @property
+    def _drain_s(self) -> float:
+        """Seconds until those that wait now are served at the measured rate, or given up at the latest."""
+        rate = self._service.value
+        return min(self._target, len(self._waiting) / rate) if rate > 0 else self._target
 
     def _measure(self, now: float) -> None:
         if self._full_for is not None:  # those just taken are all for whom it made room

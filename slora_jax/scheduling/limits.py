@@ -1,6 +1,6 @@
 """Limits of a tenant and of an adapter: sequences at once, tokens a minute, sequences that wait.
 
-A request that would exceed the queue or the tokens is refused with LimitExceededError, before it is queued.
+Requests that would exceed the queue or the tokens are refused with LimitExceededError, before any is queued.
 Sequences beyond `max_concurrency` are parked: they wait without standing in the way of others.
 """
 
@@ -58,25 +58,29 @@ class _Account:
             self.tokens = min(float(rate), self.tokens + (now - self.time) * rate / 60)
         self.time = now
 
-    def check(self, request: Request) -> None:
-        """Raise LimitExceededError where a limit does not allow one more request."""
+    def check(self, sequences: int, prompt_tokens: int, *, queue: bool) -> None:
+        """Raise LimitExceededError where a limit does not allow so many more together."""
         limit, who = self.limit, f"{self.limit.kind} '{self.name}'"
-        count = len(request.sequences)
-        if limit.max_queue is not None and count > limit.max_queue:
+        most = limit.max_queue if queue else None
+        if most is not None and sequences > most:
             raise ValueError(
-                f"n={count} sequences never fit {limit.kind}_max_queue {limit.max_queue}: lower n"
+                f"{sequences} sequences at once never fit {limit.kind}_max_queue {most}: lower n, or send "
+                "fewer prompts together"
             )
-        if limit.max_queue is not None and self.waiting + count > limit.max_queue:
+        if most is not None and self.waiting + sequences > most:
             raise LimitExceededError(
-                f"{who} has {self.waiting} sequences waiting, and {count} more exceed "
-                f"{limit.kind}_max_queue {limit.max_queue}: retry later",
+                f"{who} has {self.waiting} sequences waiting, and {sequences} more exceed "
+                f"{limit.kind}_max_queue {most}: retry later",
                 _QUEUE_RETRY_S,
+                f"{limit.kind}_max_queue",
             )
         rate = limit.tokens_per_minute
-        if rate is not None and self.tokens < (need := min(len(request.prompt_token_ids), rate)):
+        if rate is not None and self.tokens < (need := min(prompt_tokens, rate)):
             seconds = (need - self.tokens) * 60 / rate
             raise LimitExceededError(
-                f"{who} has used up {limit.kind}_tokens_per_minute {rate}: retry in {seconds:.1f} s", seconds
+                f"{who} has used up {limit.kind}_tokens_per_minute {rate}: retry in {seconds:.1f} s",
+                seconds,
+                f"{limit.kind}_tokens_per_minute",
             )
 
 
@@ -91,16 +95,24 @@ class Limits:
         self._parked: dict[Sequence, _Account] = {}
         self._forget_at = 1024
 
-    def check(self, request: Request) -> None:
-        """Charge the prompt to its tenant and adapter, or raise LimitExceededError and charge none."""
+    def check(self, requests: Iterable[Request], *, queue: bool = True) -> None:
+        """Charge prompts to their tenants and adapters, all or none: raises LimitExceededError, or ValueError
+        for more than a queue ever takes. Without `queue`, the queues' limits do not hold for them.
+        """
         if len(self._accounts) >= self._forget_at:
             self._forget()
-        accounts, now = self._of(request), self._clock()
-        for account in accounts:
+        sequences: collections.Counter[_Account] = collections.Counter()
+        tokens: collections.Counter[_Account] = collections.Counter()
+        for request in requests:
+            for account in self._of(request):
+                sequences[account] += len(request.sequences)
+                tokens[account] += len(request.prompt_token_ids)
+        now = self._clock()
+        for account, count in sequences.items():
             account.refill(now)
-            account.check(request)
-        for account in accounts:
-            account.tokens -= len(request.prompt_token_ids)
+            account.check(count, tokens[account], queue=queue)
+        for account, count in tokens.items():
+            account.tokens -= count
 
     def add(self, sequence: Sequence) -> bool:
         """It waits from now on; False: parked, until `ended` of another lets it through."""

@@ -2,8 +2,9 @@
 
 An order ranks its sequences by `Sequence.rank`: the time of arrival, later by so many seconds a step of
 priority. So a sequence overtakes only those that came at most that much earlier, and none starves.
-`cluster` takes sequences whose adapter is in the batch or resident first, but nobody is overtaken by it
-more than `max_passes` times (while an adapter is being loaded, its sequences are passed over beside that).
+`cluster` takes sequences first whose adapter is in the batch, resident or on its way, but nobody is overtaken
+by it more than `max_passes` times (while an adapter is being loaded, its sequences are passed over beside
+that).
 `vtc` chooses the tenant first, and leaves the order within a tenant to one of the other two.
 """
 
@@ -125,15 +126,16 @@ def _in_batch(adapter: Adapter | None) -> bool:
     return adapter is None or adapter.in_use > 0
 
 
-def _resident(adapter: Adapter | None) -> bool:
-    return adapter is None or adapter.pages is not None
+def _on_hand(adapter: Adapter | None) -> bool:
+    return adapter is None or adapter.resident or adapter.coming
 
 
 Seekers = dict[Adapter, "dict[ClusterOrder, None]"]  # adapter -> orders where a sequence waits for it
 
 
 class ClusterOrder:
-    """Adapter clustering (S-LoRA): sequences first whose adapter runs, then those whose adapter is resident.
+    """Adapter clustering (S-LoRA): sequences first whose adapter runs, then those whose adapter is resident
+    or on its way.
 
     When `max_passes` sequences that came later have gone before the oldest, the order is by rank until it is
     taken: whoever waits is overtaken by at most so many. Those of the base need no adapter: they are near.
@@ -147,7 +149,7 @@ class ClusterOrder:
         self._seekers = seekers
         # For every adapter that is near its first sequence, and maybe others. Adapters go away untold, so
         # entries are checked when they are met.
-        self._near = ((RankHeap(), _in_batch), (RankHeap(), _resident))
+        self._near = ((RankHeap(), _in_batch), (RankHeap(), _on_hand))
         self._passes = Passes()
 
     def add(self, sequence: Sequence) -> None:
@@ -196,7 +198,7 @@ class ClusterOrder:
         self._passes.left(sequence)
 
     def came_near(self, adapter: Adapter) -> None:
-        """An adapter of `seekers` was brought into the batch or the pool."""
+        """An adapter of `seekers` was brought into the batch, or is being loaded."""
         first = self._of[adapter].head()
         assert first is not None
         self._put_near(first)

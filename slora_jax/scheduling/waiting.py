@@ -7,8 +7,9 @@ import heapq
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from slora_jax.config import EngineConfig
+from slora_jax.lora.store import Adapter
 from slora_jax.request import Request, Sequence
-from slora_jax.scheduling.early_abort import EarlyAbort
+from slora_jax.scheduling.early_abort import EarlyAbort, Overdue
 from slora_jax.scheduling.limits import Limit, Limits
 from slora_jax.scheduling.merge_order import MergeOrder, Turn
 from slora_jax.scheduling.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
@@ -53,10 +54,10 @@ class WaitingQueue:
         """Names of the adapters that waiting sequences need, each once."""
         return self._adapters.keys()
 
-    def check(self, request: Request) -> None:
-        """Charge a request to its tenant and adapter before it is added; raises LimitExceededError."""
+    def check(self, requests: Iterable[Request], *, queue: bool = True) -> None:
+        """Charge requests to their tenants and adapters before they are added; see `Limits.check`."""
         if self._limits is not None:
-            self._limits.check(request)
+            self._limits.check(requests, queue=queue)
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence."""
@@ -111,14 +112,18 @@ class WaitingQueue:
         self._turn.adapter = sequence.adapter
         adapter = sequence.adapter
         if adapter is not None and adapter.in_use == 1:  # the first of the batch
-            for order in self._seekers.get(adapter, ()):
-                order.came_near(adapter)
+            self.came_near(adapter)
         if had_run:
             return
         if self._limits is not None:
             self._limits.admitted(sequence)
         if self._early is not None:
             self._early.started(sequence.request)
+
+    def came_near(self, adapter: Adapter) -> None:
+        """An adapter was brought into the batch, or is being loaded though nobody near his turn asked."""
+        for order in self._seekers.get(adapter, ()):
+            order.came_near(adapter)
 
     def ended(self, sequence: Sequence) -> None:
         """It has ended, while it waited or while it ran."""
@@ -149,17 +154,16 @@ class WaitingQueue:
         if self._early is not None and sequence.request.metrics.num_output_tokens == 1:
             self._early.first_token(sequence.request)
 
-    def overdue(self, *, idle: bool) -> list[tuple[Request, str]]:
-        """Requests, waiting or running, that are to be ended now, each with the reason; `idle`: none runs."""
+    def overdue(self, *, idle: bool) -> list[Overdue]:
+        """Requests, waiting or running, that are to be ended now; `idle`: none runs."""
         now, found = self._clock(), []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if not request.finished:
-                found.append((request, f"not finished within its deadline_s of {request.deadline_s:g} s"))
+                reason = f"not finished within its deadline_s of {request.deadline_s:g} s"
+                found.append(Overdue(request, reason))
         if self._early is not None:
-            found += [
-                (request, why) for request, why in self._early.late(now, idle=idle) if not request.finished
-            ]
+            found += [late for late in self._early.late(now, idle=idle) if not late.request.finished]
         return found
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:

@@ -257,8 +257,10 @@ def test_adapter_names(engine: Engine, adapters: dict[str, Path]) -> None:
         engine.load_adapter("qv_r3", adapters["qv_r3"])
     with pytest.raises(UnknownAdapterError):
         engine.unload_adapter("nobody")
-    with pytest.raises(ValueError, match="must not be empty"):
-        engine.load_adapter("", adapters["qv_r3"])
+    for name in ("", " a", "a\n", "a\0b", "a\x7fb", "\ud800"):
+        for enter in (engine.load_adapter, engine.register_adapter):
+            with pytest.raises(ValueError, match="must not be empty, begin or end with a space, or hold"):
+                enter(name, adapters["qv_r3"])
     with pytest.raises(ValueError, match="an adapter's name must be a string, got 5"):
         engine.load_adapter(5, adapters["qv_r3"])  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
@@ -370,3 +372,14 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(engine: Engine, 
     assert "not finite" in str(bad.outputs[0].error)
     assert good.token_ids == engine.generate([[1, 2, 3]], None, GREEDY)[0].token_ids
     assert engine.stats().requests_failed == 1
+
+
+def test_what_is_under_way_names_the_steps_shape_and_the_requests(engine: Engine) -> None:
+    engine.add_request([1, 2, 3], None, GREEDY, "mine")
+    engine.step()
+    told = engine.under_way()
+    assert "has 0 decodes and 1 chunks of prompts, 3 tokens (shape: StepShape(decode_rows=" in told
+    assert "of requests mine; 1 requests have not ended: mine; adapters in transfer: none" in told
+    engine.abort("mine")
+    while engine.has_unfinished():
+        engine.step()

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 )
 
 from benchmarks.virtual_server import Arrival, StepCost, VirtualServer
-from slora_jax import EngineConfig, LimitExceededError, SamplingParams
+from slora_jax import EngineConfig, LimitExceededError, SamplingParams, UnknownAdapterError
 from slora_jax.lora.store import Adapter
-from slora_jax.request import Request
+from slora_jax.request import GenerateRequest, Request
 from tests.engine.simulated_engine import VOCAB, simulated_engine
 from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
 
@@ -370,6 +370,28 @@ def test_the_more_overload_the_fresher_are_those_that_early_abort_serves() -> No
     assert medians[1] < 0.5
 
 
+def test_those_given_up_are_told_when_the_queue_of_that_moment_will_be_served() -> None:
+    target = 1.0
+    told = [late.retry_after_s for late in overload("early-abort", 80.0, target).given_up]
+    steady = [seconds for seconds in told[len(told) // 2 :] if seconds is not None]
+    assert len(steady) == len(told) - len(told) // 2
+    assert all(0 <= seconds <= target for seconds in steady)
+    # Those kept are as many as are served before their first tokens would be late: target less 0.02 or so.
+    assert 0.7 < statistics.median(steady) <= target
+
+
+def test_before_any_service_was_measured_the_target_is_when_to_come_back() -> None:
+    served = server("early-abort", batch=1, ttft_target_s=0.5)
+    served.run([Arrival(0.0, 4, 100), Arrival(0.0, 4, 1)])
+    assert [(late.request.request_id, late.retry_after_s) for late in served.given_up] == [("1", 0.5)]
+
+
+def test_a_deadline_that_passed_is_no_reason_to_come_back() -> None:
+    served = server(batch=1)
+    served.run([Arrival(0.0, 4, 1000, deadline_s=0.5)])
+    assert [late.retry_after_s for late in served.given_up] == [None]
+
+
 def test_one_slow_first_token_does_not_make_early_abort_refuse_an_idle_server_for_ever() -> None:
     served = server("early-abort", batch=4, num_pages=2000, ttft_target_s=0.5, cost=StepCost(step=0.01))
     served.run([Arrival(0.1 * i, 4, 2) for i in range(50)])
@@ -447,7 +469,9 @@ def test_deadlines_of_requests_that_ended_in_time_are_forgotten() -> None:
 
 def test_more_sequences_than_a_queue_takes_are_an_error_not_a_reason_to_retry() -> None:
     served = server(tenant_max_queue=3)
-    with pytest.raises(ValueError, match="n=4 sequences never fit tenant_max_queue 3: lower n") as error:
+    with pytest.raises(
+        ValueError, match="4 sequences at once never fit tenant_max_queue 3: lower n"
+    ) as error:
         served.add(Arrival(0.0, 2, 1, n=4))
     assert not isinstance(error.value, LimitExceededError)
 
@@ -497,6 +521,74 @@ def test_a_prompt_that_was_never_run_is_not_charged() -> None:
     for _ in range(5):
         served.abort(served.add(Arrival(served.now, 60, 1, tenant="a")), "by the user")
     served.add(Arrival(served.now, 90, 1, tenant="a"))
+
+
+def asked(name: str, prompt: list[int], adapter: str | None = None, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(name, prompt, adapter, SamplingParams(max_tokens=3), **fields)
+
+
+@pytest.mark.parametrize("limits", [{"tenant_max_queue": 3}, {"adapter_max_queue": 3}])
+def test_several_requests_are_queued_whole_or_refused_whole(limits: dict[str, Any]) -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16, **limits)
+    engine.load_adapter("x", simulated_adapter(engine._runner.layout, 1, 8))  # type: ignore[attr-defined]
+    engine.add_requests([asked("a", [1], "x"), asked("b", [1], "x")])
+    for together in ([asked("c", [1], "x"), asked("d", [2], "x")], [asked("c", [1]), asked("a", [2])]):
+        with pytest.raises((LimitExceededError, ValueError), match=r"max_queue 3: retry later|'a' is in use"):
+            engine.add_requests(together)
+        engine.check_integrity()
+        assert engine.stats().num_waiting == 2
+    with pytest.raises(ValueError, match=r"4 sequences at once never fit \w+_max_queue 3"):
+        engine.add_requests([asked(f"{i}", [1], "x") for i in range(4)])
+    with pytest.raises(ValueError, match="'c' is in use"):
+        engine.add_requests([asked("c", [1]), asked("c", [2])])
+    with pytest.raises(UnknownAdapterError):
+        engine.add_requests([asked("c", [1]), asked("d", [2], "nobody")])
+    engine.add_requests([asked("c", [1], "x")])
+    while engine.has_unfinished():
+        engine.step()
+        engine.check_integrity()
+    assert (engine.stats().requests_finished, engine.stats().requests_aborted) == (3, 0)
+
+
+def test_of_several_requests_all_prompts_are_charged_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16, tenant_tokens_per_minute=60)
+    engine.add_requests([asked("a", [1] * 20), asked("b", [1] * 20)])  # 20 of 60 left
+    for _ in range(3):
+        with pytest.raises(LimitExceededError, match=r"retry in 10\.0 s") as refused:
+            engine.add_requests([asked("c", [1] * 15), asked("d", [1] * 15)])
+        assert refused.value.limit == "tenant_tokens_per_minute"
+    engine.add_requests([asked("c", [1] * 10), asked("d", [1] * 10)])
+    engine.add_requests([asked(f"{i}", [1] * 60, tenant="another") for i in range(2)])  # more than ever fit
+    while engine.has_unfinished():
+        engine.step()
+
+
+def test_generate_queues_more_than_a_queues_limit_while_others_are_refused() -> None:
+    engine = simulated_engine(
+        num_pages=60, max_batch_size=2, max_step_tokens=16, tenant_max_queue=2, adapter_max_queue=1
+    )
+    engine.load_adapter("x", simulated_adapter(engine._runner.layout, 1, 8))  # type: ignore[attr-defined]
+    prompts = [[i + 1] for i in range(9)]
+    outputs = engine.generate(prompts, [None, "x", None] * 3, SamplingParams(max_tokens=3, n=2))
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert all(c.finish_reason == "length" for o in outputs for c in o.outputs)
+    events = engine.stream(prompts, None, SamplingParams(max_tokens=3))
+    next(events)
+    with pytest.raises(LimitExceededError, match="tenant_max_queue 2"):
+        engine.add_request([1], None, SamplingParams(max_tokens=3))
+    assert sum(event.finish_reason == "length" for event in events) == 9
+    engine.check_integrity()
+
+
+def test_generate_over_a_rate_is_refused_before_anything_runs() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=2, max_step_tokens=16, tenant_tokens_per_minute=30)
+    engine.generate([[1] * 10, [2] * 10], None, SamplingParams(max_tokens=1))
+    steps = engine.stats().steps
+    with pytest.raises(LimitExceededError, match="tenant_tokens_per_minute 30"):
+        engine.generate([[1] * 4, [2] * 8], None, SamplingParams(max_tokens=1))
+    assert (engine.stats().steps, engine.has_unfinished()) == (steps, False)
 
 
 def test_an_engine_refuses_over_the_limit_and_forgets_the_request() -> None:

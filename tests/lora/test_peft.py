@@ -34,6 +34,7 @@ def read(path: Path, max_rank: int = 256) -> LoraAdapter:
 def refusal(path: Path, max_rank: int = 256) -> str:
     with pytest.raises(AdapterError) as refused:
         read(path, max_rank)
+    assert str(path) not in refused.value.without_path, "a client would see where the folder lies"
     return str(refused.value)
 
 

@@ -28,7 +28,7 @@ from slora_jax.outputs import (
     StreamEvent,
     TokenLogprobs,
 )
-from slora_jax.request import DEFAULT_TENANT
+from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
 
 BOS, EOS = 256, 257
@@ -120,49 +120,48 @@ class FakeEngine:
     def _seen(self, method: str) -> None:
         self.threads[method].add(threading.current_thread().name)
 
-    def add_request(
-        self,
-        prompt: str | Sequence[int],
-        adapter_id: str | None = None,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        tenant: str = DEFAULT_TENANT,
-        priority: int = 0,
-        deadline_s: float | None = None,
-    ) -> str:
-        self._seen("add_request")
-        self.scheduling.append((tenant, priority, deadline_s))
-        if tenant == "greedy":
-            raise LimitExceededError("tenant 'greedy' has used up tenant_tokens_per_minute 60", 12.3)
-        params = sampling_params or SamplingParams()
-        request_id = request_id or f"fake-{time.monotonic_ns()}"
-        ids = ByteTokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if adapter_id is not None and adapter_id not in self._adapters:
-            raise UnknownAdapterError(f"no adapter '{adapter_id}' is registered")
+    def add_requests(self, asked: Sequence[GenerateRequest]) -> None:
+        self._seen("add_requests")
+        self.scheduling += [(a.tenant, a.priority, a.deadline_s) for a in asked]
+        prompts = [ByteTokenizer().encode(a.prompt) if isinstance(a.prompt, str) else a.prompt for a in asked]
+        for a, ids in zip(asked, prompts, strict=True):
+            self._check(a, ids)
+        for a, ids in zip(asked, prompts, strict=True):
+            self._add(a, ids)
+
+    def _check(self, asked: GenerateRequest, ids: Sequence[int]) -> None:
+        if asked.tenant == "greedy":
+            raise LimitExceededError(
+                "tenant 'greedy' has used up tenant_tokens_per_minute 60", 12.3, "tenant_tokens_per_minute"
+            )
+        if any(running.request_id == asked.request_id for running in self._queue):
+            raise ValueError(f"request id '{asked.request_id}' is in use")
+        if asked.adapter_id is not None and asked.adapter_id not in self._adapters:
+            raise UnknownAdapterError(f"no adapter '{asked.adapter_id}' is registered")
         if any(not 0 <= t < ByteTokenizer.vocab_size for t in ids):
             raise ValueError("prompt: token id outside the vocabulary of 258")
         if len(ids) >= self.max_model_len:
             raise ValueError(f"the prompt has {len(ids)} tokens; at most {self.max_model_len - 1} fit")
-        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
-            raise ValueError(f"logprobs may be at most {self.config.max_logprobs}, got {params.logprobs}")
+        if (asked.params.logprobs or 0) > self.config.max_logprobs:
+            raise ValueError(f"logprobs may be at most {self.config.max_logprobs}")
+
+    def _add(self, asked: GenerateRequest, ids: Sequence[int]) -> None:
         text = ByteTokenizer().decode(ids)
         limit = self.max_model_len - len(ids)
-        for index in range(params.n):
+        for index in range(asked.params.n):
             self._queue.append(
                 Running(
-                    request_id,
+                    asked.request_id,
                     index,
-                    adapter_id,
+                    asked.adapter_id,
                     len(ids),
-                    _continuation(f"{adapter_id or 'base'}:{text}", params, limit),
-                    params.logprobs,
+                    _continuation(f"{asked.adapter_id or 'base'}:{text}", asked.params, limit),
+                    asked.params.logprobs,
                     "poisoned prompt" if "poison" in text else None,
                     RequestMetrics(time.monotonic(), num_prompt_tokens=len(ids)),
                 )
             )
         self._prompt_tokens += len(ids)
-        return request_id
 
     def abort(self, request_id: str) -> list[StreamEvent]:
         self._seen("abort")
@@ -209,6 +208,13 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def num_steps(self) -> int:
+        return self._steps
+
+    def under_way(self) -> str:
+        return f"requests {sorted({running.request_id for running in self._queue})}"
+
     def prepare_adapter(self, path: Any) -> PreparedFake:
         self._seen("prepare_adapter")
         time.sleep(self.prepare_seconds)
@@ -217,7 +223,7 @@ class FakeEngine:
             raise FileNotFoundError(f"{file} does not exist")
         config = json.loads(file.read_text())
         if "r" not in config:
-            raise AdapterError(f"{file}: r is missing")
+            raise AdapterError("r is missing", file=file)
         return PreparedFake(str(path), config["r"])
 
     def load_adapter(self, name: str, path: Any, *, replace: bool = False) -> AdapterInfo:
@@ -268,6 +274,8 @@ class FakeEngine:
             pages_free=1000 - kv - len(self._adapters),
             adapters_registered=len(self._adapters),
             adapters_resident=len(self._adapters),
+            adapters_pinned=sum(info.pinned for info in self._adapters.values()),
+            pages_pinned=sum(info.pages for info in self._adapters.values() if info.pinned),
             adapter_loads=len(self._adapters),
             adapter_evictions=0,
             prefix_lookups=0,
@@ -285,7 +293,7 @@ class FakeEngine:
             requests_failed=0,
             last_step_seconds=self.step_seconds,
             last_step_tokens=len(running),
-            loading=LoadStats(1, 2, 300, 4, 5, 6, 7, 800, 0.9, 10),
+            loading=LoadStats(1, 2, 300, 4, 5, 6, 7, 800, 0.9, 10, 1.1, 1.2),
         )
 
 

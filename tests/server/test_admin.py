@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 import time
@@ -58,6 +59,26 @@ def test_pins_of_names_that_are_not_there_are_refused(server: LiveServer, path: 
 
 
 @pytest.mark.parametrize(
+    "name", ["", "a/b", "a\nb", "a\0", "\u0085", " ", "a,b", "\u202e", b"\\ud800", b"\xff"]
+)
+@pytest.mark.parametrize("path", [LOAD, UNLOAD, "/v1/pin_lora_adapter", "/v1/unpin_lora_adapter"])
+def test_what_is_no_name_is_a_bad_request_everywhere(
+    server: LiveServer, adapter_dir: Path, path: str, name: str | bytes
+) -> None:
+    as_json = json.dumps(name).encode() if isinstance(name, str) else b'"' + name + b'"'
+    body = b'{"lora_name": %s, "lora_path": %s}' % (as_json, json.dumps(str(adapter_dir)).encode())
+    headers = {"content-type": "application/json"}
+    response = httpx.post(server.url + path, content=body, headers=headers, trust_env=False)
+    assert response.status_code == 400, response.text
+    if isinstance(name, str):
+        assert response.json()["error"]["param"] in ("lora_name", None)
+        assert "lora_name" in response.json()["error"]["message"]
+    else:
+        assert "Invalid JSON" in response.json()["error"]["message"]
+    assert server.engine.known_adapters == ()
+
+
+@pytest.mark.parametrize(
     ("body", "status", "kind", "words"),
     [
         ({}, 400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided."),
@@ -66,6 +87,8 @@ def test_pins_of_names_that_are_not_there_are_refused(server: LiveServer, path: 
         ({"lora_name": "x", "lora_path": "a\0b"}, 400, "BadRequestError", "NUL"),
         ({"lora_name": "a,b", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
         ({"lora_name": "../x", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
+        ({"lora_name": "team/x", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
+        ({"lora_name": "", "lora_path": "p"}, 400, "InvalidUserInput", "must be provided"),
         ({"lora_name": "x\n", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
         ({"lora_name": "é", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
         ({"lora_name": "x" * 129, "lora_path": "p"}, 400, "InvalidUserInput", "128"),
@@ -232,6 +255,8 @@ def test_probes_need_no_key_and_the_openai_client_sends_one() -> None:
         ({"api_key": "x", "admin_api_key": "x"}, "must differ"),
         ({"max_body_bytes": 0}, "at least 1"),
         ({"drain_seconds": -1}, "negative"),
+        ({"body_timeout_seconds": 0}, "body_timeout_seconds must be above 0"),
+        ({"body_timeout_seconds": float("nan")}, "body_timeout_seconds must be above 0"),
         ({"adapter_root": "/no/such/folder"}, "not a folder"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -76,7 +78,7 @@ def test_a_dead_engine_answers_503() -> None:
             with pytest.raises(openai.InternalServerError, match="injected failure") as caught:
                 client.completions.create(model="fake-model", prompt="x", stream=stream)
             assert caught.value.status_code == 503
-        assert "slora:engine_up 0.0" in live.get("/metrics").text
+        assert _samples(live)["slora:engine_up"] == 0
         client.close()
 
 
@@ -94,6 +96,10 @@ def test_a_dead_engine_answers_503() -> None:
         (b'{"prompt": "x", "seed": ' + b"9" * 40 + b"}", {}, 400, "64-bit"),
         (b"{}", {}, 400, "prompt: Field required"),
         (b'{"prompt": "x", "model": 5}', {}, 400, "model: Input should be a valid string"),
+        (b'{"prompt": "x", "model": ""}', {}, 400, "model: must not be empty"),
+        (b'{"prompt": "x", "model": "a\\nb"}', {}, 400, "model: must not hold control characters"),
+        (b'{"prompt": "x", "model": "a\\ud800"}', {}, 400, "Invalid JSON"),
+        (b'{"prompt": "x", "model": "org/none"}', {}, 404, "The model `org/none` does not exist."),
         (b'{"prompt": "x", "n": "many"}', {}, 400, "n: Input should be a valid integer"),
         (b'{"prompt": "x"}', {"content-type": "text/plain"}, 415, "application/json"),
         (b'{"prompt": "' + b"x" * 5000 + b'"}', {}, 413, "4096 bytes"),
@@ -123,6 +129,39 @@ def test_a_body_without_a_declared_length_is_limited_too(small: LiveServer) -> N
     chunks = (b" " * 1000 for _ in range(10))
     response = httpx.post(f"{small.url}/v1/completions", content=chunks, headers=headers, trust_env=False)
     assert response.status_code == 413
+
+
+_SIZED, _CHUNKED = "Content-Length: 200", "Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize("header", [_SIZED, _CHUNKED])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/load_lora_adapter"]
+)
+def test_a_body_that_trickles_is_cut_off(path: str, header: str) -> None:
+    config = ServerConfig(body_timeout_seconds=0.4, drain_seconds=0)
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n{header}\r\n\r\n"
+    with serve(FakeEngine(tokenizer=ByteTokenizer()), config) as live:
+        address = ("127.0.0.1", httpx.URL(live.url).port or 0)
+        with socket.create_connection(address, timeout=0.05) as client:
+            client.sendall(head.encode())
+            started, answer = time.monotonic(), b""
+            while b"408" not in answer:  # it never stops for longer than 0.05 s
+                assert time.monotonic() - started < 5
+                client.sendall(b" " if header == _SIZED else b"1\r\n \r\n")
+                with contextlib.suppress(TimeoutError):
+                    answer += client.recv(4096)
+            assert time.monotonic() - started > 0.3
+            client.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                while more := client.recv(4096):
+                    answer += more
+        reply, _, body = answer.partition(b"\r\n\r\n")
+        assert b"connection: close" in reply.lower()
+        error = json.loads(body)["error"]
+        assert (error["type"], error["code"]) == ("RequestTimeoutError", 408)
+        assert "within 0.4 s" in error["message"]
+        assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 
 def test_served_model_name(small: LiveServer) -> None:
@@ -224,6 +263,8 @@ def test_metrics(adapter_dir: Path) -> None:
         "slora:adapter_staged_bytes_total": 800,
         "slora:adapter_wait_seconds_total": 0.9,
         "slora:adapter_load_failures_total": 10,
+        "slora:adapter_read_seconds_total": 1.1,
+        "slora:adapter_copy_seconds_total": 1.2,
     }
     assert done["vllm:request_success_total{length}"] == 3
     assert done["vllm:time_to_first_token_seconds_count"] == 3

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError
-from slora_jax.outputs import StreamEvent
+from slora_jax.outputs import AdapterInfo, StreamEvent
+from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.server.async_engine import AsyncEngine, GenerateRequest
+from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
 from tests.server.fake_engine import FakeEngine
 
@@ -56,7 +57,7 @@ def test_generates_and_keeps_threads_apart(tmp_path: Path) -> None:
         await bridge.unload_adapter("sql")
 
     run(engine, body)
-    for method in ("add_request", "step", "load_adapter", "unload_adapter"):
+    for method in ("add_requests", "step", "load_adapter", "unload_adapter"):
         assert engine.threads[method] == {"engine"}, method
     assert engine.threads["prepare_adapter"] == {"adapter-loader_0"}
 
@@ -189,6 +190,37 @@ def test_decoding_goes_on_while_an_adapter_is_read(tmp_path: Path) -> None:
         assert [info.name for info in bridge.known_adapters] == ["sql"]
 
     run(engine, body)
+
+
+def test_what_is_published_costs_the_same_however_many_adapters_are_registered(tmp_path: Path) -> None:
+    class Counting(FakeEngine):
+        listed = 0
+
+        def adapters(self) -> list[AdapterInfo]:
+            self.listed += 1
+            return super().adapters()
+
+    engine = Counting()
+
+    async def body(bridge: AsyncEngine) -> None:
+        folder = write_adapter(tmp_path)
+        for name in ("a", "b"):
+            await bridge.load_adapter(name, folder)
+        assert await collect(bridge, "x")
+        await bridge.pin_adapter("b", True)
+        await bridge.load_adapter("a", folder, replace=True)
+        assert {(i.name, i.generation, i.pinned) for i in bridge.known_adapters} == {
+            ("a", 3, False),
+            ("b", 2, True),
+        }
+        await bridge.unload_adapter("a")
+        assert bridge.known_adapter("a") is None
+        known = bridge.known_adapter("b")
+        assert known is not None
+        assert known.pinned
+
+    run(engine, body)
+    assert engine.listed == 1  # before it started
 
 
 def test_adapter_errors_reach_the_caller_and_leave_the_engine_well(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -194,6 +196,127 @@ def test_refusals_of_the_engine_are_bad_requests(live: LiveServer, tmp_path: Pat
     missing = live.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "none")})
     assert missing.status_code == 404, missing.text
     assert live.get("/health").status_code == 200
+
+
+_NUMBERS = (  # fields of a completion that are integers; numbers
+    ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "priority"),
+    ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "deadline_s"),
+)
+
+
+def _ask(live: LiveServer, field: str, value: str) -> httpx.Response:
+    fields = {"model": '"q"', "prompt": "[1]", "max_tokens": "2", field: value}
+    content = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
+    headers = {"content-type": "application/json"}
+    url = live.url + "/v1/completions"
+    return httpx.post(url, content=content.encode(), headers=headers, trust_env=False, timeout=60)
+
+
+@pytest.mark.parametrize("field", [*_NUMBERS[0], *_NUMBERS[1]])
+def test_numbers_are_read_as_vllm_reads_them_and_others_are_refused_by_name(
+    live: LiveServer, field: str
+) -> None:
+    served = {200, 503} if field == "deadline_s" else {200}  # it may have passed
+    for good in ("1", "1.0", '"1"', '" 1 "', "1e0", "null"):
+        assert _ask(live, field, good).status_code in served, good
+    bad = ["[]", "{}", "[1]", '""', '"x"', "NaN", "1e400", "-1e400", f'"{"9" * 5000}"', '"1, 2"', '"0x1"']
+    bad += ["1.5", '"1.5"', "1e30", '"1e0"'] if field in _NUMBERS[0] else ['"inf"', '"nan"']
+    for value in bad:
+        error = _ask(live, field, value).json()["error"]
+        assert (error["code"], error["param"]) == (400, field), value
+        assert error["message"].startswith(f"{field}: "), value
+    for extreme in ("-1", "0", "-0.0", "9" * 40, "1e38", "1e39", "-1e39", "5e-324", str(2**31), str(2**64)):
+        assert _ask(live, field, extreme).status_code in served | {400}, extreme
+    assert live.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [
+        ("stop_token_ids", "[3.0]", 200),
+        ("stop_token_ids", '["3"]', 200),
+        ("stop_token_ids", "[3.5]", 400),
+        ("stop_token_ids", "[-1]", 400),
+        ("stop_token_ids", f"[{10**30}]", 400),
+        ("logit_bias", '{"5": "1.5"}', 200),
+        ("logit_bias", '{"5": 1e400}', 400),
+        ("logit_bias", '{"x": 1}', 400),
+        ("logit_bias", f'{{"{10**30}": 1}}', 400),
+        ("prompt", "[1.0]", 400),
+        ("prompt", "[true]", 400),
+        ("prompt", "[-1]", 400),
+        ("prompt", f"[{10**30}]", 400),
+    ],
+)
+def test_token_ids_that_are_no_integers_are_refused(
+    live: LiveServer, field: str, value: str, status: int
+) -> None:
+    assert _ask(live, field, value).status_code == status
+    assert live.get("/health").status_code == 200
+
+
+def _break(folder: Path, how: str) -> None:
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    match how:
+        case "no config":
+            config.unlink()
+        case "no weights":
+            weights.unlink()
+        case "pickled weights":
+            weights.rename(folder / "adapter_model.bin")
+        case "a folder in place of weights":
+            weights.unlink()
+            weights.mkdir()
+        case "not JSON":
+            config.write_text("{")
+        case "a field":
+            config.write_text(json.dumps({**json.loads(config.read_text()), "bias": "all"}))
+        case "of another base":
+            base = {"base_model_name_or_path": str(folder.parent / "base"), "r": 7, "rank_pattern": {}}
+            config.write_text(json.dumps({**json.loads(config.read_text()), **base}))
+        case "cut short":
+            weights.write_bytes(weights.read_bytes()[:200])
+        case "gone":
+            shutil.rmtree(folder)
+        case "touched":
+            weights.write_bytes(weights.read_bytes()[::-1])
+
+
+_WAYS = {  # a way to break an adapter's folder -> what a client is told of it
+    "no config": "adapter_config.json is missing",
+    "no weights": "adapter_model.safetensors is missing",
+    "pickled weights": "adapter_model.bin: pickled weights",
+    "a folder in place of weights": "adapter_model.safetensors: not a regular file",
+    "not JSON": "adapter_config.json: not valid JSON",
+    "a field": "adapter_config.json: field 'bias'",
+    "of another base": "adapter_model.safetensors: ",
+    "cut short": "adapter_model.safetensors: corrupt or cut short",
+    "gone": "",
+    "touched": "",
+}
+
+
+@pytest.mark.parametrize("how", _WAYS)
+def test_of_a_broken_adapter_clients_see_the_file_and_never_where_it_lies(
+    live: LiveServer, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_peft_adapter(tmp_path / "broken", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4})
+    given = os.path.relpath(tmp_path / "broken")
+    register = live.engine.call(lambda engine: engine.register_adapter("lazy", given))  # type: ignore[attr-defined]
+    live.engine._known["lazy"] = asyncio.run(register)
+    _break(tmp_path / "broken", how)
+    answers = [live.post("/v1/load_lora_adapter", {"lora_name": "broken", "lora_path": given})]
+    answers += [
+        live.post("/v1/completions", {"model": "lazy", "prompt": "x", "max_tokens": 1, "stream": stream})
+        for stream in (False, True)
+    ]
+    assert [answer.status_code for answer in answers] == [404 if how == "gone" else 400, 500, 500]
+    for answer in answers:
+        message = answer.json()["error"]["message"].replace(given, "GIVEN")
+        assert _WAYS[how] in message
+        assert str(tmp_path.parent) not in message
+    assert str(tmp_path) in caplog.text
+    assert live.post("/v1/unload_lora_adapter", {"lora_name": "lazy"}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])

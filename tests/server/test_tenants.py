@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from slora_jax.runner import InFlight
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.simulated_engine import simulated_engine
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
-from tests.server.live import serve
+from tests.server.live import LiveServer, serve, wait_for
+
+
+def refusals(live: LiveServer) -> dict[tuple[str, str, str], float]:
+    """Count by model_name, tenant and reason."""
+    families = text_string_to_metric_families(live.get("/metrics").text)
+    return {
+        (s.labels["model_name"], s.labels["tenant"], s.labels["reason"]): s.value
+        for family in families
+        for s in family.samples
+        if s.name == "slora:requests_refused_total"
+    }
+
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
@@ -41,18 +58,61 @@ def test_over_a_limit_is_429_with_the_reason_and_when_to_come_back(stream: bool)
         assert (error["type"], error["code"]) == ("RateLimitError", 429)
         assert "tenant 'greedy'" in error["message"]
         with live.openai() as client, pytest.raises(openai.RateLimitError):
-            client.completions.create(model="fake-model", prompt="hi", user="greedy")
+            client.completions.create(model="fake-model", prompt=["hi", "ho"], user="greedy")
+        assert refusals(live) == {("fake-model", "greedy", "tenant_tokens_per_minute"): 3}
         assert live.post("/v1/completions", COMPLETION).status_code == 200
 
 
 def test_of_several_prompts_over_a_limit_none_is_left_behind() -> None:
-    engine = simulated_engine(num_pages=60, max_batch_size=1, max_step_tokens=16, tenant_max_queue=2)
+    engine = simulated_engine(
+        num_pages=60, max_batch_size=1, max_step_tokens=16, tenant_max_queue=3, tenant_tokens_per_minute=6
+    )
     with serve(engine) as live:
-        body = {"prompt": [[1], [2], [3]], "max_tokens": 4, "user": "alice"}
-        refused = live.post("/v1/completions", body)
+        body = {"prompt": [[1], [2], [3]], "max_tokens": 1, "user": "alice"}
+        never = live.post("/v1/completions", {**body, "prompt": [[1], [2], [3], [4]]})
+        assert never.status_code == 400
+        assert "4 sequences at once never fit tenant_max_queue 3" in never.json()["error"]["message"]
+        assert live.post("/v1/completions", body).status_code == 200
+        refused = live.post("/v1/completions", body)  # three prompts and outputs are 6 tokens
         assert refused.status_code == 429
-        assert "tenant_max_queue 2" in refused.json()["error"]["message"]
-        assert live.post("/v1/completions", {**body, "prompt": [[1], [2]]}).status_code == 200
+        assert "tenant_tokens_per_minute 6" in refused.json()["error"]["message"]
+        wait_for(lambda: live.engine.latest_stats.num_running == 0)
+        assert (engine.stats().requests_finished, engine.stats().requests_aborted) == (3, 0)
+        long = {"prompt": [[1, 2, 3] * 3, [2, 1] * 5], "max_tokens": 4, "user": "bob"}
+        assert live.post("/v1/completions", long).status_code == 200  # more than a minute's, yet not for ever
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    engine = simulated_engine(
+        num_pages=60, max_batch_size=1, max_step_tokens=16, scheduling_policy="early-abort", ttft_target_s=0.1
+    )
+    launch = engine._runner.launch
+
+    def slow(plan: StepPlan) -> InFlight:
+        time.sleep(0.02)
+        return launch(plan)
+
+    monkeypatch.setattr(engine._runner, "launch", slow)
+    with serve(engine) as live:
+        running = threading.Thread(
+            target=live.post, args=("/v1/completions", {"prompt": [1], "max_tokens": 60})
+        )
+        running.start()
+        wait_for(lambda: engine.stats().num_running == 1)
+        response = live.post("/v1/completions", {"prompt": [2], "max_tokens": 2, "n": 2, "stream": stream})
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("ServiceUnavailableError", 503)
+        assert "ttft_target_s" in error["message"]
+        running.join()
+        after = live.post("/v1/completions", {"prompt": [2], "max_tokens": 2, "stream": stream})
+        assert after.status_code == 200
+        assert refusals(live) == {("model", "default", "early-abort"): 1}
     engine.check_integrity()
 
 
@@ -61,6 +121,7 @@ def test_a_deadline_that_passes_is_a_503_that_says_so() -> None:
     with serve(engine) as live:
         response = live.post("/v1/completions", {"prompt": [1], "max_tokens": 60, "deadline_s": 1e-6})
         assert response.status_code == 503
+        assert "retry-after" not in response.headers
         assert "deadline_s" in response.json()["error"]["message"]
         wrong = live.post("/v1/completions", {"prompt": [1], "deadline_s": -1})
         assert wrong.status_code == 400

@@ -1,0 +1,65 @@
+"""What /metrics shows: its labels stay few, and docs/metrics.md says what each metric tells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from slora_jax.config import EngineConfig
+from slora_jax.server.async_engine import AsyncEngine
+from slora_jax.server.metrics import ServerMetrics
+from tests.server.fake_engine import FakeEngine
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
+
+
+def watching(engine: FakeEngine) -> ServerMetrics:
+    metrics = ServerMetrics("house-name")
+    metrics.watch(AsyncEngine(engine))
+    return metrics
+
+
+def families(metrics: ServerMetrics) -> list[Metric]:
+    """Without the times of creation that prometheus_client adds to counters and histograms."""
+    found = text_string_to_metric_families(metrics.render().decode())
+    return [family for family in found if not family.name.endswith("_created")]
+
+
+def refused(found: Iterable[Metric]) -> dict[str, float]:
+    """Refusals by tenant."""
+    (family,) = [f for f in found if f.name == "slora:requests_refused"]
+    return {s.labels["tenant"]: s.value for s in family.samples if s.name.endswith("_total")}
+
+
+def test_tenants_that_clients_invent_do_not_make_labels_without_end() -> None:
+    engine = FakeEngine()
+    engine.config = EngineConfig(tenant_weights={"known": 2.0})
+    metrics = watching(engine)
+    for i in range(5000):
+        metrics.refused(f"invented-{i}\n", "tenant_max_queue")
+    metrics.refused("known", "tenant_max_queue")
+    metrics.refused("default", "tenant_max_queue")
+    counts = refused(families(metrics))
+    assert len(counts) == 256 + 1 + 2
+    assert (counts["known"], counts["default"], counts["(other)"]) == (1, 1, 5000 - 256)
+    assert sum(counts.values()) == 5002
+
+
+def test_every_metric_says_which_model_it_is_of_as_vllms_do() -> None:
+    metrics = watching(FakeEngine())
+    metrics.refused("a", "early-abort")
+    for family in families(metrics):
+        if family.name != "vllm:lora_requests_info":  # the gateway matches its labels
+            assert {s.labels.get("model_name") for s in family.samples} <= {"house-name"}, family.name
+
+
+def test_the_docs_have_every_metric_and_no_other() -> None:
+    metrics = watching(FakeEngine())
+    shown = {family.name + ("_total" if family.type == "counter" else "") for family in families(metrics)}
+    documented = re.findall(r"^\| `((?:vllm|slora):\w+)", DOCS.read_text(), re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    assert set(documented) == shown

@@ -63,7 +63,7 @@ PROFILED = 12  # steps
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARES = {  # kernels of a profile by what they do
     "lora": r"lora",
-    "attention": r"decode_mosaic|merge_decode|prefill",
+    "attention": r"decode_mosaic|prefill",
     "gemm": r"gemm|nvjet|cutlass|xmma|dot|cublas",
 }
 

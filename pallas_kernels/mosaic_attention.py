@@ -2,11 +2,12 @@
 
 The context of every (sequence, KV head), an *item*, is cut into chunks of `CHUNK_ELEMS / head_dim` tokens.
 All chunks of a batch, one item after another, are one line, and each of a fixed number of warpgroups takes a
-stretch of it of equal cost. So they finish together whatever the lengths are, long contexts and small
-batches split by themselves, and copies run ahead over the ends of items: memory is never idle. An item
-inside one stretch is written to the output; one that a stretch's border cuts leaves partial softmaxes, which
-whoever stores the last of them merges. A thread block has two warpgroups that multiply, and one whose warps
-follow the page table and copy for them.
+stretch of it of equal cost (`decode_plan`). So they finish together whatever the lengths are, long contexts
+and small batches split by themselves, and copies run ahead over the ends of items: memory is never idle. An
+item inside one stretch is written to the output. One that a stretch's border cuts leaves its parts in memory,
+each counted as it is stored; whoever stores the last one adds them in their order, so the bits of an output
+do not depend on who that was. A thread block has two warpgroups that multiply, and one whose warps follow the
+page table and copy for them.
 
 Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So
 the 64 rows that wgmma must have are tokens and head dims, and a group of 1 to 16 query heads fills its 8 or
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,89 +31,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from slora_jax.pallas_kernels.decode_plan import FIRST_PAGES, ITEM_COST, plan_decode
+
 BLOCKS = 264  # stretches: two on each of an H100's or H200's 132 multiprocessors
 CONSUMERS = 2  # warpgroups of a thread block that multiply, each with a stretch of its own
 CHUNK_ELEMS = 8192  # of K in a chunk: 64 tokens of head_dim 128
 SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, barriers aside
-CHUNK_COST = 2  # of a chunk, and
-ITEM_COST = 2  # of an item beside its chunks (q, the first scores, the output), in one unit
-MIN_CHUNKS = 2  # of a stretch: a shorter one costs more to merge than it saves
 MERGE_ELEMS = 8192  # of parts of an item that are loaded at once, after its first two: 64 registers a thread
-STRETCH = 11  # numbers of a stretch in a plan; its first chunk's pages may follow
 MAX_GROUP = 16
-Merge = Literal["after", "after_f32", "inside", "peek"]
 NO_SCORE = -1e30
 LOG2E = math.log2(math.e)
 # What wgmma reads.
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of a vector, one value a column of a product
-
-
-class DecodePlan(NamedTuple):
-    """How the chunks of a batch are dealt to blocks; the same for every layer of a step."""
-
-    walk: jax.Array  # i32[b * 2] sequences that have context, in order, each with its length; then zeros
-    # i32[blocks * STRETCH] where a stretch starts (index into walk, KV head, chunk), its chunks; the
-    # sequence that it starts in and its length, and those of the next, which save the first copies loads;
-    # the block in which its first item begins, and how many after it go on with that; as many for its last
-    stretch: jax.Array
-    # i32[blocks * 2] the item cut by its end, if cut first there, and the blocks after it that go on
-    merge: jax.Array
-
-
-def plan_decode(
-    kv_len: jax.Array, *, n_kv: int, chunk: int, blocks: int, min_chunks: int, item_cost: int = ITEM_COST
-) -> DecodePlan:
-    """Deal ceil(kv_len / chunk) * n_kv chunks of all sequences (int32 [b]) to stretches of equal cost.
-
-    A chunk costs CHUNK_COST, an item item_cost beside its chunks: a stretch of many short items has fewer.
-    """
-    steps = (kv_len + chunk - 1) // chunk
-    b = kv_len.shape[0]
-    order = jnp.arange(b, dtype=jnp.int32)
-    # Sums over b x b comparisons, each one fusion, where sorts, scans and scatters would be several.
-    rank = jnp.sum((steps > 0) & (order < order[:, None]), axis=1, dtype=jnp.int32)
-    place = jnp.where(steps > 0, rank, b)  # among the sequences that have context
-    here = place == order[:, None]
-    seqs, lens = (jnp.sum(jnp.where(here, x, 0), axis=1, dtype=jnp.int32) for x in (order, kv_len))
-    chunks = jnp.sum(jnp.where(place <= order[:, None], steps, 0), axis=1, dtype=jnp.int32) * n_kv
-    ends = jnp.minimum(order + 1, jnp.sum(steps > 0)) * n_kv * item_cost + chunks * CHUNK_COST
-    total = ends[-1]
-    least = min_chunks * CHUNK_COST + item_cost  # every stretch but those beyond the end has a chunk
-    quota = jnp.maximum(least, (total + blocks - 1) // blocks)
-    # Borders of stretches, the last one's end too: the chunk at or after so much cost.
-    border = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * quota, total)
-    j = jnp.minimum(jnp.sum(ends <= border[:, None], axis=1, dtype=jnp.int32), b - 1)
-    n = jnp.maximum((lens[j] + chunk - 1) // chunk, 1)
-    cost = n * CHUNK_COST + item_cost
-    offset = border - (ends[j] - cost * n_kv)
-    head, rest = offset // cost, offset % cost
-    i = jnp.where(rest > 0, jnp.maximum((rest - item_cost + CHUNK_COST - 1) // CHUNK_COST, 1), 0)
-    line = jnp.where(border < total, chunks[j] - (n_kv - head) * n + i, chunks[-1])  # chunks before
-    # An item begins in the stretch of its first cost, and ends in that of the cost before its last chunk.
-    owner = (border - rest) // quota
-    more = jnp.where(n > 1, (border - rest + cost - CHUNK_COST) // quota - owner, 0)
-    head, i = jnp.where(i < n, head, head + 1), jnp.where(i < n, i, 0)
-    j, head = jnp.where(head < n_kv, j, jnp.minimum(j + 1, b - 1)), jnp.where(head < n_kv, head, 0)
-    begins_before_end = (border < total) & (i > 0) & (owner == jnp.arange(-1, blocks, dtype=jnp.int32))
-    last = jnp.where(begins_before_end, more, 0)[1:]
-    merge = jnp.stack([seqs[j[1:]] * n_kv + head[1:], last], axis=1)
-    sequences = [x[at] for at in (j, jnp.minimum(j + 1, b - 1)) for x in (seqs, lens)]
-    numbers = (j, head, i, line[1:] - line[:-1], *sequences, owner, more, last)
-    stretch = jnp.stack([x[:blocks] for x in numbers], axis=1)
-    return DecodePlan(*(x.reshape(-1) for x in (jnp.stack([seqs, lens], axis=1), stretch, merge)))
-
-
-def with_first_pages(plan: DecodePlan, page_table: jax.Array, *, pages: int) -> DecodePlan:
-    """The plan with the page ids of each stretch's first chunk, of `pages` pages, behind its numbers.
-
-    Zeros fill a stretch up to whole 64 bytes, so that it lies in as few lines of memory as can be.
-    """
-    stretch = plan.stretch.reshape(-1, STRETCH)
-    column = stretch[:, 2, None] * pages + jnp.arange(pages, dtype=jnp.int32)
-    ids = page_table[stretch[:, 4, None], jnp.minimum(column, page_table.shape[1] - 1)]
-    longer = jnp.concatenate([stretch, ids], axis=1)
-    return plan._replace(stretch=jnp.pad(longer, ((0, 0), (0, -longer.shape[1] % 16))).reshape(-1))
 
 
 class _Shape(NamedTuple):
@@ -126,14 +57,13 @@ class _Shape(NamedTuple):
     e: int
     page_tokens: int
     n_pages: int
-    blocks: int
+    blocks: int  # stretches
+    stretch: int  # numbers of a stretch in the plan
     consumers: int
     stages: int
     chunk: int
     scale: float
-    auto_barriers: bool
-    merge: Merge
-    early: bool
+    interpreted: bool
 
     @property
     def rows(self) -> int:
@@ -146,14 +76,41 @@ class _Shape(NamedTuple):
         return self.chunk // self.page_tokens
 
     @property
-    def inside(self) -> bool:
-        """Whether the first kernel merges parts itself."""
-        return self.merge in ("inside", "peek")
+    def warps(self) -> int:
+        """Warps that copy for one multiplying warpgroup."""
+        return 4 // self.consumers
 
     @property
-    def stretch(self) -> int:
-        """Numbers of a stretch in the plan."""
-        return pl.cdiv(STRETCH + self.pages, 16) * 16 if self.early else STRETCH
+    def pages_each(self) -> int:
+        """Pages of a chunk that one warp copies."""
+        return pl.cdiv(self.pages, self.warps)
+
+
+class _Memory(NamedTuple):
+    """What a decode kernel reads and writes: its operands, its outputs, then shared memory and barriers."""
+
+    layer: Any  # i32[1]
+    stretch: Any  # i32[blocks * stretch]
+    walk: Any  # i32[b * 2]
+    kv_len: Any  # i32[b]
+    table: Any  # i32[b * m]
+    q: Any  # bf16[b * n_kv * stride, e]
+    pool: Any  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
+    counters: Any  # i32[blocks] parts stored of the item that begins in a stretch; 0 at first
+    out: Any  # bf16[b * h, e]
+    parts: Any  # f32[blocks * 2, e, rows] sums of weighted values; part 0 goes on from the stretch before
+    sums: Any  # f32[blocks * 2 * 2 * rows] of a part the largest scores, then the sums of weights
+    q_s: Any  # bf16[consumers, stages, rows, e]
+    k_s: Any  # bf16[consumers, stages, chunk, e]
+    v_s: Any  # bf16[consumers, stages, chunk, e]
+    p_s: Any  # bf16[consumers, rows, chunk] weights
+    o_s: Any  # bf16[consumers, rows, e]
+    across: Any  # f32[consumers, 32 * rows] what warps tell each other
+    q_bar: Any  # [consumers * stages], as the following
+    k_bar: Any
+    v_bar: Any
+    k_free: Any
+    v_free: Any
 
 
 def decode_attention(
@@ -171,9 +128,6 @@ def decode_attention(
     stages: int | None = None,
     chunk: int | None = None,
     item_cost: int = ITEM_COST,
-    auto_barriers: bool = False,
-    merge: Merge = "inside",
-    early: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -183,13 +137,10 @@ def decode_attention(
     h // (h / n_kv). Products of bf16, sums in float32; weights are rounded to bf16 before they meet V.
     Returns bf16 [s, h, e]. Raises ValueError where the shapes are beyond the kernel's limits.
 
-    Tunings beside sizes: `merge` says who adds the parts of an item that a stretch's border cuts: a second
-    kernel, from parts that are bf16 twice ("after") or float32 ("after_f32"), or the stretch that stores
-    the last of them, in this kernel ("inside"); with "peek" the stretch in which an item of two parts begins
-    looks first whether the other part is there, and then need not store its own. The bits of an output do
-    not depend on which came last. The interpreter has no atomics: there the last two are "after_f32". With
-    `early` a stretch's first copies need one load before them instead of two, and the place of the next
-    sequence is loaded an item ahead.
+    Tunings: blocks, the stretches that chunks are dealt to; consumers, multiplying warpgroups of a thread
+    block; stages, chunks in flight for each (None: as many as shared memory holds); chunk, its tokens;
+    item_cost as in `plan_decode`. Pallas's interpreter (`interpret`) has no atomics: there a second kernel
+    adds the parts of cut items, by the same code.
     """
     s, h, e = q.shape
     chunk = chunk or CHUNK_ELEMS // (128 if e == 128 else 64)
@@ -200,13 +151,20 @@ def decode_attention(
         )
     if consumers not in (1, 2) or blocks < 1 or blocks % consumers:
         raise ValueError(f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2)")
-    if merge not in get_args(Merge):
-        raise ValueError(f"merge {merge!r} must be one of {', '.join(get_args(Merge))}")
     most = _stages(consumers, chunk, e, _query_rows(h // n_kv))
     stages = stages or most
     if not 1 <= stages <= most:
         raise ValueError(f"stages {stages} must be 1 to {most}, what the shared memory holds")
     n_layers, n_pages, _ = pool.shape
+    plan = plan_decode(
+        kv_len,
+        page_table,
+        n_kv=n_kv,
+        page_tokens=page_tokens,
+        chunk=chunk,
+        blocks=blocks,
+        item_cost=item_cost,
+    )
     shape = _Shape(
         batch=s,
         max_pages=page_table.shape[1],
@@ -217,39 +175,29 @@ def decode_attention(
         page_tokens=page_tokens,
         n_pages=n_pages,
         blocks=blocks,
+        stretch=plan.stretch.shape[1],
         consumers=consumers,
         stages=stages,
         chunk=chunk,
         scale=scale,
-        auto_barriers=auto_barriers,
-        merge="after_f32" if merge in ("inside", "peek") and interpret is not None else merge,
-        early=early,
+        interpreted=interpret is not None,
     )
-    plan = plan_decode(
-        kv_len, n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=MIN_CHUNKS, item_cost=item_cost
-    )
-    if early:
-        plan = with_first_pages(plan, page_table, pages=shape.pages)
     rows = pool.reshape(n_layers * n_pages * 2 * n_kv * page_tokens, e)
     if shape.stride > shape.group:  # as 3 heads: none may lie on both sides of a tile's border
         q = jnp.pad(q.reshape(s, n_kv, -1, e), ((0, 0), (0, 0), (0, shape.stride - shape.group), (0, 0)))
     out, parts, sums = _attend_kernel(shape, interpret)(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        plan.stretch,
-        plan.walk,
+        plan.stretch.reshape(-1),
+        plan.walk.reshape(-1),
         kv_len,
         page_table.reshape(-1),
         whole_tiles(q.reshape(-1, e)),
         rows,
-        *([jax.new_ref(jnp.zeros(blocks, jnp.int32))] if shape.inside else []),
+        jax.new_ref(jnp.zeros(blocks, jnp.int32)),
     )
-    if shape.merge == "after":
-        ref = jax.new_ref(out.reshape(-1))
-        _merge_kernel(shape, interpret)(plan.merge, parts.reshape(-1), sums, ref)
-        out = jax.freeze(ref)
-    elif shape.merge == "after_f32":
+    if interpret is not None:
         ref = jax.new_ref(out)
-        _merge_f32_kernel(shape, interpret)(plan.merge, parts, sums, ref)
+        _merge_kernel(shape, interpret)(plan.stretch.reshape(-1), parts, sums, ref)
         out = jax.freeze(ref)
     attended: jax.Array = out.reshape(s, h, e)
     return attended
@@ -320,13 +268,218 @@ def transposed(x: jax.Array) -> jax.Array:
     return cast
 
 
+def _numbers(z: _Shape, m: _Memory, block: Any, first: int, end: int) -> list[Any]:
+    """Columns first .. end of a stretch in the plan."""
+    return [m.stretch[block * z.stretch + at] for at in range(first, end)]
+
+
+def _first_sequence(z: _Shape, m: _Memory, block: Any) -> Any:
+    """(number, length) of the sequence that a stretch starts in, and of the next one in the walk."""
+    seq, n, *following = _numbers(z, m, block, 4, 8)
+    return (seq, n), tuple(following)
+
+
+def _move(z: _Shape, m: _Memory, to: Any, j: Any, sequences: Any) -> Any:
+    """From sequence j of the walk and the one after it, as `_first_sequence` has them, to j or j + 1."""
+    here, following = sequences
+    seq, n = (jnp.where(to == j, x, y) for x, y in zip(here, following, strict=True))
+    at = jnp.minimum(to + 1, z.batch - 1) * 2
+    return (seq, n), (m.walk[at], m.walk[at + 1])
+
+
+def _after(z: _Shape, j: Any, head: Any, i: Any, n: Any) -> tuple[Any, Any, Any]:
+    """What follows chunk i of KV head `head` of sequence j, of length n."""
+    ends = (i + 1) * z.chunk >= n
+    last = ends & (head + 1 == z.n_kv)
+    head = jnp.where(last, 0, jnp.where(ends, head + 1, head))
+    return jnp.where(last, j + 1, j), head, jnp.where(ends, 0, i + 1)
+
+
+def _copy_stretch(z: _Shape, m: _Memory, first_block: Any, warp: Any) -> None:
+    """One warp's pages of every chunk of one warpgroup's stretch; the first of its warps copies q too."""
+    to, part = lax.div(warp, z.warps), lax.rem(warp, z.warps)
+    *start, count = _numbers(z, m, first_block + to, 0, 4)
+    first_page = m.layer[0] * z.n_pages
+
+    def copy(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any) -> None:
+        """Start the copies of K (0) or V (1); pages beyond the length arrive without bytes."""
+        dst, bar = ((m.k_s, m.k_bar), (m.v_s, m.v_bar))[half]
+        bar = bar.at[to * z.stages + slot]
+        for p, page in enumerate(ids):
+            at = (part * z.pages_each + p) * z.page_tokens
+            row = (((first_page + page) * 2 + half) * z.n_kv + head) * z.page_tokens
+            source = m.pool.at[pl.ds(row, z.page_tokens)]
+            target = dst.at[to, slot, pl.ds(at, z.page_tokens)]
+            has = i * z.chunk + at < n
+            if not z.interpreted:
+                plgpu.copy_gmem_to_smem(source, target, bar, predicate=has)
+            else:  # it knows no predicates
+                pl.when(has)(functools.partial(plgpu.copy_gmem_to_smem, source, target, bar))
+                pl.when(jnp.logical_not(has))(functools.partial(plgpu.barrier_arrive, bar))
+
+    def copy_q(seq: Any, head: Any, segment: Any) -> None:
+        slot = lax.rem(segment, z.stages)
+        source = m.q.at[pl.ds((seq * z.n_kv + head) * z.stride, z.rows)]
+        plgpu.copy_gmem_to_smem(source, m.q_s.at[to, slot], m.q_bar.at[to * z.stages + slot])
+
+    def page_ids(seq: Any, i: Any) -> list[Any]:
+        first, last = i * z.pages + part * z.pages_each, z.max_pages - 1
+        return [m.table[seq * z.max_pages + jnp.minimum(first + p, last)] for p in range(z.pages_each)]
+
+    def step(c: Any, carry: Any) -> Any:
+        (j, head, i), sequences, ids, segment = carry
+        seq, n = sequences[0]
+        slot = lax.rem(c, z.stages)
+        opens = (c == 0) | (i == 0)
+        used = c >= z.stages
+        mine = part * z.pages_each < z.pages
+        pl.when(used)(lambda: plgpu.barrier_wait(m.k_free.at[to * z.stages + slot]))
+        # q's slot is free: every chunk before c - stages + 1 has been multiplied with its own.
+        pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
+        pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
+        # Loads of the next chunk's place travel while V's stage is awaited.
+        there = _after(z, j, head, i, n)
+        next_sequences = _move(z, m, there[0], j, sequences)
+        next_ids = page_ids(next_sequences[0][0], there[2])
+        pl.when(used)(lambda: plgpu.barrier_wait(m.v_free.at[to * z.stages + slot]))
+        pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
+        return there, next_sequences, next_ids, segment + opens.astype(jnp.int32)
+
+    sequences = _first_sequence(z, m, first_block + to)
+    first = (first_block + to) * z.stretch + FIRST_PAGES + part * z.pages_each
+    ids = [m.stretch[first + p] for p in range(z.pages_each)]
+    # Never true. It has what the first copies need loaded before the first branch, at once.
+    loaded = [*start, *sequences[0], *sequences[1], first_page, *ids]
+    count = jnp.where(functools.reduce(jnp.minimum, loaded) == -(2**31), 0, count)
+    lax.fori_loop(0, count, step, (tuple(start), sequences, ids, jnp.int32(0)))
+
+    def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
+        for free in (m.k_free, m.v_free):
+            wait = functools.partial(plgpu.barrier_wait, free.at[to * z.stages + lax.rem(c, z.stages)])
+            pl.when(c >= z.stages)(wait)
+
+    lax.fori_loop(count, count + z.stages, drain, None)
+
+
+def _reduce(z: _Shape, m: _Memory, wg: Any, op: str, x: Any) -> Any:
+    """[rows]: max or sum over the tokens (axis 0) of x, which the four warps share among them."""
+    if z.interpreted:
+        return x.max(axis=0) if op == "max" else x.sum(axis=0)
+    # Mosaic's own scratch for this would be one for both multiplying warpgroups.
+    inline: Any = plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((z.rows,), jnp.float32, layout=COLUMN),
+    )
+    return inline(lambda _, x, scratch: x.reduce(op, 0, scratch))(x, m.across.at[wg])
+
+
+def _attend_chunk(
+    z: _Shape, m: _Memory, wg: Any, t: Any, carry: Any, *, c0: Any, i0: Any, n: Any, segment: Any
+) -> Any:
+    """Add chunk i0 + t of an item of length n, chunk c0 + t of its stretch, to a running softmax.
+
+    carry: f32 [e, rows] sum of weighted values; [rows] largest score; [chunk, rows] sums of weights.
+    """
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    acc, top, total = carry
+    i, slot = i0 + t, lax.rem(c0 + t, z.stages)
+    at = wg * z.stages + slot
+    plgpu.barrier_wait(m.k_bar.at[at])
+
+    def scores(ref: Any) -> Any:
+        q_s = m.q_s.at[wg, lax.rem(segment, z.stages)]
+        plgpu.wgmma(ref, m.k_s.at[wg, slot], q_s.transpose((1, 0)))
+        return ref[...]
+
+    score = pl.run_scoped(scores, plgpu.ACC((z.chunk, z.rows), f32)) * (z.scale * LOG2E)
+    plgpu.barrier_arrive(m.k_free.at[at])
+    token = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA)
+    score = jnp.where(token < n - i * z.chunk, score, NO_SCORE)
+    new_top = jnp.maximum(top, _reduce(z, m, wg, "max", score))
+    shrink = jnp.exp2(top - new_top)
+    weight = jnp.exp2(score - spread(new_top, z.chunk))
+    total = total * spread(shrink, z.chunk) + weight
+    acc = acc * spread(shrink, z.e)
+    # The barrier of `_reduce` says that the product before has read p_s.
+    m.p_s.at[wg].transpose((1, 0))[...] = transposed(weight.astype(bf16))
+    plgpu.commit_smem()
+    plgpu.barrier_wait(m.v_bar.at[at])
+
+    @pl.when((i + 1) * z.chunk > n)
+    def _() -> None:  # another's leftovers may be NaN, which a weight of 0 does not hide
+        row = plgpu.broadcasted_iota(jnp.int32, (z.chunk, z.e), 0, layout=plgpu.Layout.WGMMA)
+        v = plgpu.load(m.v_s.at[wg, slot], layout=plgpu.Layout.WGMMA, optimized=False)
+        m.v_s[wg, slot] = jnp.where(row < n - i * z.chunk, v.astype(f32), 0.0).astype(bf16)
+        plgpu.commit_smem()
+
+    def values(ref: Any) -> Any:
+        if not z.interpreted:
+            ref[...] = acc
+        plgpu.wgmma(ref, m.v_s.at[wg, slot].transpose((1, 0)), m.p_s.at[wg].transpose((1, 0)))
+        return ref[...]
+
+    summed = pl.run_scoped(values, plgpu.ACC((z.e, z.rows), f32))
+    plgpu.barrier_arrive(m.v_free.at[at])
+    return acc + summed if z.interpreted else summed, new_top, total
+
+
+def _attend_stretch(z: _Shape, m: _Memory, block: Any, wg: Any) -> None:
+    """The chunks of stretch `block`, item by item, and rows without context."""
+    *start, count = _numbers(z, m, block, 0, 4)
+    padding = [block + n * z.blocks for n in range(pl.cdiv(z.batch, z.blocks))]
+    # Loaded at the end, these would be waited for.
+    lengths = [m.kv_len[jnp.minimum(seq, z.batch - 1)] for seq in padding]
+    cut = _numbers(z, m, block, 8, 11)
+
+    def segment_step(carry: Any) -> Any:
+        """The chunks of one item that lie in this stretch."""
+        c, (j, head, i), sequences, segment = carry
+        seq, n = sequences[0]
+        steps = lax.div(n + z.chunk - 1, z.chunk)
+        length = jnp.minimum(steps - i, count - c)
+        begins, ends = i == 0, i + length == steps
+        plgpu.barrier_wait(m.q_bar.at[wg * z.stages + lax.rem(segment, z.stages)])
+        acc = plgpu.layout_cast(jnp.zeros((z.e, z.rows), jnp.float32), plgpu.Layout.WGMMA)
+        top = plgpu.layout_cast(jnp.full((z.rows,), NO_SCORE, jnp.float32), COLUMN)
+        total = plgpu.layout_cast(jnp.zeros((z.chunk, z.rows), jnp.float32), plgpu.Layout.WGMMA)
+        step = functools.partial(_attend_chunk, z, m, wg, c0=c, i0=i, n=n, segment=segment)
+        acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
+        item = seq * z.n_kv + head
+        total = _reduce(z, m, wg, "add", total)
+        whole = begins & ends
+        pl.when(whole)(lambda: _write_item(z, m.o_s.at[wg], m.out, acc, total, item))
+        part = (acc, top, total)
+        pl.when(jnp.logical_not(whole))(lambda: _store_part(z, m, wg, part, block, item, begins, cut))
+        there = _after(z, j, head, i + length - 1, n)
+        sequences = _move(z, m, there[0], j, sequences)
+        return c + length, there, sequences, segment + 1
+
+    carry = (jnp.int32(0), tuple(start), _first_sequence(z, m, block), jnp.int32(0))
+    lax.while_loop(lambda carry: carry[0] < count, segment_step, carry)
+    for seq, length in zip(padding, lengths, strict=True):
+        pl.when((seq < z.batch) & (length == 0))(functools.partial(_clear_row, z, m, wg, seq))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _clear_row(z: _Shape, m: _Memory, wg: Any, seq: Any) -> None:
+    """Zeros for a row without context."""
+    plgpu.wait_smem_to_gmem(0)
+    zeros = plgpu.layout_cast(jnp.zeros((z.e, z.rows), jnp.bfloat16), plgpu.Layout.WGMMA)
+    m.o_s.at[wg].transpose((1, 0))[...] = transposed(zeros)
+    plgpu.commit_smem()
+    heads = z.n_kv * z.group
+    for at in range(0, heads, z.rows):
+        size = min(z.rows, heads - at)
+        plgpu.copy_smem_to_gmem(m.o_s.at[wg, pl.ds(0, size)], m.out.at[pl.ds(seq * heads + at, size)])
+
+
 _Part = tuple[Any, Any, Any]  # [e, rows] sum of weighted values, [rows] largest score, [rows] sum of weights
 
 
 def _load_part(z: _Shape, parts: Any, sums: Any, block: Any, more: Any, n: Any) -> _Part:
     """Part n of the `more` + 1 of the item that begins in stretch `block`; beyond them one of no weight.
 
-    parts f32[blocks * 2, e, rows], sums f32[blocks * 2 * 2 * rows] as `_attend_kernel` stores them.
+    parts and sums as in `_Memory`.
     """
     part = jnp.where(n == 0, block * 2 + 1, (block + jnp.minimum(n, more)) * 2)
     acc = plgpu.load(parts.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
@@ -358,410 +511,100 @@ def _merged(z: _Shape, parts: Any, sums: Any, block: Any, more: Any) -> tuple[An
     return acc, total
 
 
+def _write_item(z: _Shape, o_s: Any, out: Any, acc: Any, total: Any, item: Any) -> None:
+    """Start the copy of an item's output, acc / total, through o_s [rows, e] to its rows of out [b*h, e]."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    o_s.transpose((1, 0))[...] = transposed((acc / spread(total, z.e)).astype(jnp.bfloat16))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, z.group)], out.at[pl.ds(item * z.group, z.group)])
+
+
 def _arrive(counter: Any, others: Any) -> Any:
     """Count this warpgroup's stores as one of `others` + 1; i32: 1 for the last, which then sees all stores.
 
     counter: a reference to one i32 in global memory, 0 before the first.
-    """
-    return _ask_counter(
-        """{
-        .reg .pred one, last;
-        .reg .b32 before;
-        setp.ne.u32 one, $3, 0;
-        mov.b32 before, 0xffffffff;
-        @one atom.acq_rel.gpu.global.add.u32 before, [$1], 1;
-        setp.eq.u32 last, before, $2;
-        barrier.cta.red.or.pred last, $4, 128, last;
-        selp.u32 $0, 1, 0, last;
-        }""",
-        counter,
-        others,
-    )
-
-
-def _arrived(counter: Any, wanted: Any) -> Any:
-    """i32: 1 where `wanted` is 1 and one has arrived at the counter, whose stores are then seen."""
-    return _ask_counter(
-        """{
-        .reg .pred one, there;
-        .reg .b32 count;
-        setp.ne.u32 one, $3, 0;
-        setp.ne.and.u32 one, $2, 0, one;
-        mov.b32 count, 0;
-        @one ld.acquire.gpu.global.u32 count, [$1];
-        setp.eq.u32 there, count, 1;
-        barrier.cta.red.or.pred there, $4, 128, there;
-        selp.u32 $0, 1, 0, there;
-        }""",
-        counter,
-        wanted,
-    )
-
-
-def _ask_counter(ptx: str, counter: Any, value: Any) -> Any:
-    """i32 $0 of PTX that all threads of a warpgroup run after a barrier, which orders what they did before.
-
-    $1 is the counter's address, $2 the value, $3 whether the thread is the one to ask, $4 the barrier.
     """
     inline: Any = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
     )
 
-    def ask(_: Any, counter: Any, value: Any) -> Any:
+    def arrive(_: Any, counter: Any, others: Any) -> Any:
         i32, utils = ir.IntegerType.get_signless(32), mgpu.utils
-        utils.warpgroup_barrier()
-        answer = utils.inline_ptx(
-            ptx,
+        utils.warpgroup_barrier()  # orders the stores of all threads before the one that counts them
+        is_last = utils.inline_ptx(
+            """{
+            .reg .pred one, last;
+            .reg .b32 before;
+            setp.ne.u32 one, $3, 0;
+            mov.b32 before, 0xffffffff;
+            @one atom.acq_rel.gpu.global.add.u32 before, [$1], 1;
+            setp.eq.u32 last, before, $2;
+            barrier.cta.red.or.pred last, $4, 128, last;
+            selp.u32 $0, 1, 0, last;
+            }""",
             utils.memref_ptr(counter),
-            value.registers.flat[0],
+            others.registers.flat[0],
             arith.extui(i32, utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)),
             utils.warpgroup_barrier_idx(sync=False),
             result_types=i32,
             has_side_effects=True,
             convergent=True,
         )
-        return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
+        return mgpu.FragmentedArray.splat(is_last, shape=(), is_signed=True)
 
-    return inline(ask)(counter, value)
+    return inline(arrive)(counter, others)
+
+
+def _store_part(
+    z: _Shape, m: _Memory, wg: Any, values: _Part, block: Any, item: Any, begins: Any, cut: list[Any]
+) -> None:
+    """Store the part of a cut item that lies in stretch `block`; add all its parts if this is the last.
+
+    cut: columns 8 to 10 of the stretch, of the items that its start and its end cut.
+    """
+    part = block * 2 + begins.astype(jnp.int32)
+    m.parts[part], top, total = values
+    m.sums[pl.ds(part * 2 * z.rows, z.rows)] = top
+    m.sums[pl.ds((part * 2 + 1) * z.rows, z.rows)] = total
+    if z.interpreted:  # `_merge_kernel` adds them
+        return
+    owner = jnp.where(begins, block, cut[0])
+    others = jnp.where(begins, cut[2], cut[1])
+    last = _arrive(m.counters.at[owner], others)
+
+    @pl.when(last == 1)
+    def _() -> None:
+        _write_item(z, m.o_s.at[wg], m.out, *_merged(z, m.parts, m.sums, owner, others), item)
 
 
 @functools.cache
 def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
-    """The kernel from (layer, stretch, walk, kv_len, table, q, pool rows) to (out, parts, their sums)."""
-    z, e, chunk, stages, group = shape, shape.e, shape.chunk, shape.stages, shape.group
-    bf16, f32 = jnp.bfloat16, jnp.float32
+    """The kernel from (layer, stretch, walk, kv_len, table, q, pool rows, counters) to (out, parts, sums)."""
+    z, bf16, f32 = shape, jnp.bfloat16, jnp.float32
 
-    warps = 4 // z.consumers  # that copy for one multiplying warpgroup
-    pages_each = -(-z.pages // warps)
-
-    def decode(
-        layer: Any,  # i32[1]
-        stretch: Any,  # i32[blocks * z.stretch]
-        walk: Any,  # i32[b * 2]
-        kv_len: Any,  # i32[b]
-        table: Any,  # i32[b * m]
-        q: Any,  # bf16[b * n_kv * stride, e]
-        pool: Any,  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
-        # Where parts are merged inside: counters i32[blocks] of the parts stored of the item that begins in
-        # a stretch, 0 at first. Then, in any case,
-        # out bf16[b * h, e];
-        # parts bf16[blocks * 2 * 2 * rows, e] outputs, and below each what rounding left of it, or
-        # f32[blocks * 2, e, rows] sums of weighted values;
-        # sums f32[blocks * 2 * rows] log2 of the sum of exp2 of scores, or
-        # f32[blocks * 2 * 2 * rows] the largest score, then the sum of weights.
-        *refs: Any,
-        q_s: Any,  # bf16[consumers, stages, rows, e]
-        k_s: Any,  # bf16[consumers, stages, chunk, e]
-        v_s: Any,
-        p_s: Any,  # bf16[consumers, rows, chunk] weights
-        o_s: Any,  # bf16[consumers, rows, e]
-        across: Any,  # f32[consumers, 32 * rows] what warps tell each other
-        q_bar: Any,  # [consumers * stages], as the following
-        k_bar: Any,
-        v_bar: Any,
-        k_free: Any,
-        v_free: Any,
-    ) -> None:
-        *counters, out, parts, sums = refs
+    def decode(*refs: Any, **scratch: Any) -> None:
+        m = _Memory(*refs, **scratch)
         wg = lax.axis_index("wg")
         first_block = lax.axis_index("block") * z.consumers
-
-        def read(j: Any) -> tuple[Any, Any]:
-            """Sequence j of those that have context, and its length."""
-            at = jnp.minimum(j, z.batch - 1) * 2
-            seq = walk[at]
-            return seq, walk[at + 1] if z.early else kv_len[seq]
-
-        def move(to: Any, j: Any, seq: Any, n: Any, following: Any) -> tuple[Any, Any, Any]:
-            """From sequence j, its number and length, to j or the next: `following` is that one's already."""
-            if not z.early:
-                return *read(to), following
-            seq, n = (jnp.where(to == j, x, y) for x, y in zip((seq, n), following, strict=True))
-            return seq, n, read(to + 1)
-
-        def after(j: Any, head: Any, i: Any, n: Any) -> tuple[Any, Any, Any]:
-            """What follows chunk i of KV head `head` of sequence j, of length n."""
-            ends = (i + 1) * chunk >= n
-            last = ends & (head + 1 == z.n_kv)
-            head = jnp.where(last, 0, jnp.where(ends, head + 1, head))
-            return jnp.where(last, j + 1, j), head, jnp.where(ends, 0, i + 1)
-
-        def begin(block: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-            j, head, i, count = (stretch[block * z.stretch + n] for n in range(4))
-            return count, (j, head, i)
-
-        def first_sequence(block: Any) -> tuple[Any, Any, Any]:
-            """What `move` gives for the sequence that a stretch starts in."""
-            seq, n, *following = (stretch[block * z.stretch + at] for at in range(4, 8))
-            return seq, n, tuple(following) if z.early else ()
-
-        def load(warp: Any) -> None:
-            """One warp's pages of every chunk of one warpgroup's stretch; its first warp copies q too."""
-            to, part = lax.div(warp, warps), lax.rem(warp, warps)
-            count, start = begin(first_block + to)
-            first_page = layer[0] * z.n_pages
-
-            def copy(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any) -> None:
-                """Start the copies of K (0) or V (1); pages beyond the length arrive without bytes."""
-                dst, bar = ((k_s, k_bar), (v_s, v_bar))[half]
-                bar = bar.at[to * stages + slot]
-                for p, page in enumerate(ids):
-                    at = (part * pages_each + p) * z.page_tokens
-                    row = (((first_page + page) * 2 + half) * z.n_kv + head) * z.page_tokens
-                    source = pool.at[pl.ds(row, z.page_tokens)]
-                    target = dst.at[to, slot, pl.ds(at, z.page_tokens)]
-                    has = i * chunk + at < n
-                    if interpret is None:
-                        plgpu.copy_gmem_to_smem(source, target, bar, predicate=has)
-                    else:  # it knows no predicates
-                        pl.when(has)(functools.partial(plgpu.copy_gmem_to_smem, source, target, bar))
-                        pl.when(jnp.logical_not(has))(functools.partial(plgpu.barrier_arrive, bar))
-
-            def copy_q(seq: Any, head: Any, segment: Any) -> None:
-                slot = lax.rem(segment, stages)
-                source = q.at[pl.ds((seq * z.n_kv + head) * z.stride, z.rows)]
-                plgpu.copy_gmem_to_smem(source, q_s.at[to, slot], q_bar.at[to * stages + slot])
-
-            def page_ids(seq: Any, i: Any) -> list[Any]:
-                first = i * z.pages + part * pages_each
-                return [
-                    table[seq * z.max_pages + jnp.minimum(first + p, z.max_pages - 1)]
-                    for p in range(pages_each)
-                ]
-
-            def step(c: Any, carry: Any) -> Any:
-                (j, head, i), (seq, n, following), ids, segment = carry
-                slot = lax.rem(c, stages)
-                opens = (c == 0) | (i == 0)
-                used = c >= stages
-                mine = part * pages_each < z.pages
-                pl.when(used)(lambda: plgpu.barrier_wait(k_free.at[to * stages + slot]))
-                # q's slot is free: every chunk before c - stages + 1 has been multiplied with its own.
-                pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
-                pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
-                # Loads of the next chunk's place travel while V's stage is awaited.
-                there = after(j, head, i, n)
-                next_sequence = move(there[0], j, seq, n, following)
-                next_ids = page_ids(next_sequence[0], there[2])
-                pl.when(used)(lambda: plgpu.barrier_wait(v_free.at[to * stages + slot]))
-                pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
-                return there, next_sequence, next_ids, segment + opens.astype(jnp.int32)
-
-            sequence = first_sequence(first_block + to)
-            if z.early:
-                first = (first_block + to) * z.stretch + STRETCH + part * pages_each
-                ids = [stretch[first + p] for p in range(pages_each)]
-                # Never true. It has what the first copies need loaded before the first branch, at once.
-                loaded = [*start, sequence[0], sequence[1], *sequence[2], first_page, *ids]
-                count = jnp.where(functools.reduce(jnp.minimum, loaded) == -(2**31), 0, count)
-            else:
-                ids = page_ids(sequence[0], start[2])
-            lax.fori_loop(0, count, step, (start, sequence, ids, jnp.int32(0)))
-
-            def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
-                for free in (k_free, v_free):
-                    wait = functools.partial(plgpu.barrier_wait, free.at[to * stages + lax.rem(c, stages)])
-                    pl.when(c >= stages)(wait)
-
-            lax.fori_loop(count, count + stages, drain, None)
-
-        def reduce(op: str, x: Any) -> Any:
-            """[rows]: max or sum over the tokens (axis 0) of x, which the four warps share among them."""
-            if interpret is not None:
-                return x.max(axis=0) if op == "max" else x.sum(axis=0)
-            # Mosaic's own scratch for this would be one for both multiplying warpgroups.
-            inline: Any = plgpu.inline_mgpu(
-                arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
-                return_type=plgpu.ShapeDtypeStruct((z.rows,), f32, layout=COLUMN),
-            )
-            return inline(lambda _, x, scratch: x.reduce(op, 0, scratch))(x, across.at[wg])
-
-        def multiply() -> None:
-            """A stretch of chunks, item by item."""
-            block = first_block + wg
-            count, start = begin(block)
-            padding = [block + n * z.blocks for n in range(-(-z.batch // z.blocks))]
-            if z.early:  # at the end these loads would be waited for
-                lengths = [kv_len[jnp.minimum(seq, z.batch - 1)] for seq in padding]
-            cut = [stretch[block * z.stretch + at] for at in (8, 9, 10)] if z.inside else []
-
-            def chunk_step(t: Any, carry: Any, c0: Any, n: Any, i0: Any, segment: Any) -> Any:
-                acc, top, total = carry
-                i, slot = i0 + t, lax.rem(c0 + t, stages)
-                at = wg * stages + slot
-                plgpu.barrier_wait(k_bar.at[at])
-
-                def scores(ref: Any) -> Any:
-                    plgpu.wgmma(ref, k_s.at[wg, slot], q_s.at[wg, lax.rem(segment, stages)].transpose((1, 0)))
-                    return ref[...]
-
-                score = pl.run_scoped(scores, plgpu.ACC((chunk, z.rows), f32)) * (z.scale * LOG2E)
-                plgpu.barrier_arrive(k_free.at[at])
-                token = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA)
-                score = jnp.where(token < n - i * chunk, score, NO_SCORE)
-                new_top = jnp.maximum(top, reduce("max", score))
-                shrink = jnp.exp2(top - new_top)
-                weight = jnp.exp2(score - spread(new_top, chunk))
-                total = total * spread(shrink, chunk) + weight
-                acc = acc * spread(shrink, e)
-                # The barrier of `reduce` says that the product before has read p_s.
-                p_s.at[wg].transpose((1, 0))[...] = transposed(weight.astype(bf16))
-                plgpu.commit_smem()
-                plgpu.barrier_wait(v_bar.at[at])
-
-                @pl.when((i + 1) * chunk > n)
-                def _() -> None:  # another's leftovers may be NaN, which a weight of 0 does not hide
-                    row = plgpu.broadcasted_iota(jnp.int32, (chunk, e), 0, layout=plgpu.Layout.WGMMA)
-                    v = plgpu.load(v_s.at[wg, slot], layout=plgpu.Layout.WGMMA, optimized=False)
-                    v_s[wg, slot] = jnp.where(row < n - i * chunk, v.astype(f32), 0.0).astype(bf16)
-                    plgpu.commit_smem()
-
-                def values(ref: Any) -> Any:
-                    if interpret is None:
-                        ref[...] = acc
-                    plgpu.wgmma(ref, v_s.at[wg, slot].transpose((1, 0)), p_s.at[wg].transpose((1, 0)))
-                    return ref[...]
-
-                summed = pl.run_scoped(values, plgpu.ACC((e, z.rows), f32))
-                plgpu.barrier_arrive(v_free.at[at])
-                return summed if interpret is None else acc + summed, new_top, total
-
-            def segment_step(carry: Any) -> Any:
-                """The chunks of one item that lie in this stretch."""
-                c, (j, head, i), sequence, segment = carry
-                seq, n, following = sequence if z.early else (*read(j), ())
-                steps = lax.div(n + chunk - 1, chunk)
-                length = jnp.minimum(steps - i, count - c)
-                begins, ends = i == 0, i + length == steps
-                other_is_there = jnp.int32(0)
-                if z.merge == "peek":
-                    wanted = begins & jnp.logical_not(ends) & (cut[2] == 1)
-                    other_is_there = _arrived(counters[0].at[block], wanted.astype(jnp.int32))
-                plgpu.barrier_wait(q_bar.at[wg * stages + lax.rem(segment, stages)])
-                acc = plgpu.layout_cast(jnp.zeros((e, z.rows), f32), plgpu.Layout.WGMMA)
-                top = plgpu.layout_cast(jnp.full((z.rows,), NO_SCORE, f32), COLUMN)
-                total = plgpu.layout_cast(jnp.zeros((chunk, z.rows), f32), plgpu.Layout.WGMMA)
-                step = functools.partial(chunk_step, c0=c, n=n, i0=i, segment=segment)
-                acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
-                item = seq * z.n_kv + head
-                finish(block, acc, top, total, item, begins, ends, cut, other_is_there)
-                there = after(j, head, i + length - 1, n)
-                sequence = move(there[0], j, seq, n, following) if z.early else ()
-                return c + length, there, sequence, segment + 1
-
-            sequence = first_sequence(block) if z.early else ()
-            carry = (jnp.int32(0), start, sequence, jnp.int32(0))
-            lax.while_loop(lambda carry: carry[0] < count, segment_step, carry)
-            for n, seq in enumerate(padding):
-                if z.early:
-                    pl.when((seq < z.batch) & (lengths[n] == 0))(functools.partial(clear_row, seq))
-                else:
-                    pl.when(seq < z.batch)(functools.partial(clear_padding, seq))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=z.merge != "after")
-
-        def write(acc: Any, total: Any, item: Any) -> None:
-            """An item's output."""
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_s.at[wg].transpose((1, 0))[...] = transposed((acc / spread(total, e)).astype(bf16))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, group)], out.at[pl.ds(item * group, group)])
-
-        def finish(
-            block: Any,
-            acc: Any,
-            top: Any,
-            total: Any,
-            item: Any,
-            begins: Any,
-            ends: Any,
-            cut: list[Any],
-            other_is_there: Any,
-        ) -> None:
-            """Write an item's output, or its part here: to slot 0 (goes on from the block before) or 1."""
-            total = reduce("add", total)
-            whole = begins & ends
-            if z.merge == "after":
-                finish_bf16(block, acc, top, total, item, begins, whole)
-                return
-            pl.when(whole)(functools.partial(write, acc, total, item))
-
-            @pl.when(other_is_there == 1)
-            def _() -> None:
-                other = _load_part(z, parts, sums, block, jnp.int32(1), jnp.int32(1))
-                merged, _, weights = _add_parts(z, [(acc, top, total), other])
-                write(merged, weights, item)
-
-            @pl.when(jnp.logical_not(whole) & (other_is_there == 0))
-            def _() -> None:
-                part = block * 2 + begins.astype(jnp.int32)
-                parts[part] = acc
-                sums[pl.ds(part * 2 * z.rows, z.rows)] = top
-                sums[pl.ds((part * 2 + 1) * z.rows, z.rows)] = total
-                if z.inside:
-                    owner = jnp.where(begins, block, cut[0])
-                    others = jnp.where(begins, cut[2], cut[1])
-                    last = _arrive(counters[0].at[owner], others)
-
-                    @pl.when(last == 1)
-                    def _() -> None:
-                        write(*_merged(z, parts, sums, owner, others), item)
-
-        def finish_bf16(
-            block: Any, acc: Any, top: Any, total: Any, item: Any, begins: Any, whole: Any
-        ) -> None:
-            """The same for `merge="after"`: outputs, and what rounding leaves of them."""
-            acc = acc / spread(total, e)
-            high = acc.astype(bf16)
-            plgpu.wait_smem_to_gmem(0)
-            o_s.at[wg].transpose((1, 0))[...] = transposed(high)
-            plgpu.commit_smem()
-
-            @pl.when(whole)
-            def _() -> None:
-                plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, group)], out.at[pl.ds(item * group, group)])
-
-            @pl.when(jnp.logical_not(whole))
-            def _() -> None:
-                part = block * 2 + begins.astype(jnp.int32)
-                plgpu.copy_smem_to_gmem(o_s.at[wg], parts.at[pl.ds(part * 2 * z.rows, z.rows)])
-                sums[pl.ds(part * z.rows, z.rows)] = top + jnp.log(total) * LOG2E
-                plgpu.wait_smem_to_gmem(0)
-                o_s.at[wg].transpose((1, 0))[...] = transposed((acc - high.astype(f32)).astype(bf16))
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s.at[wg], parts.at[pl.ds((part * 2 + 1) * z.rows, z.rows)])
-
-        def clear_padding(seq: Any) -> None:
-            """Zeros for a row, if it has no context."""
-            pl.when(kv_len[seq] == 0)(functools.partial(clear_row, seq))
-
-        def clear_row(seq: Any) -> None:
-            plgpu.wait_smem_to_gmem(0)
-            zeros = plgpu.layout_cast(jnp.zeros((e, z.rows), bf16), plgpu.Layout.WGMMA)
-            o_s.at[wg].transpose((1, 0))[...] = transposed(zeros)
-            plgpu.commit_smem()
-            heads = z.n_kv * group
-            for at in range(0, heads, z.rows):
-                size = min(z.rows, heads - at)
-                plgpu.copy_smem_to_gmem(o_s.at[wg, pl.ds(0, size)], out.at[pl.ds(seq * heads + at, size)])
 
         @pl.when(wg < z.consumers)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
-            multiply()
+            _attend_stretch(z, m, first_block + wg, wg)
 
         @pl.when(wg == z.consumers)
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            plgpu.warp_map(load)
+            plgpu.warp_map(functools.partial(_copy_stretch, z, m, first_block))
 
-    each = z.consumers * stages
+    each = z.consumers * z.stages
     scratch: Any = {
-        "q_s": plgpu.SMEM((z.consumers, stages, z.rows, e), bf16, transforms=TILED),
-        "k_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
-        "v_s": plgpu.SMEM((z.consumers, stages, chunk, e), bf16, transforms=TILED),
-        "p_s": plgpu.SMEM((z.consumers, z.rows, chunk), bf16, transforms=TILED),
-        "o_s": plgpu.SMEM((z.consumers, z.rows, e), bf16),
+        "q_s": plgpu.SMEM((z.consumers, z.stages, z.rows, z.e), bf16, transforms=TILED),
+        "k_s": plgpu.SMEM((z.consumers, z.stages, z.chunk, z.e), bf16, transforms=TILED),
+        "v_s": plgpu.SMEM((z.consumers, z.stages, z.chunk, z.e), bf16, transforms=TILED),
+        "p_s": plgpu.SMEM((z.consumers, z.rows, z.chunk), bf16, transforms=TILED),
+        "o_s": plgpu.SMEM((z.consumers, z.rows, z.e), bf16),
         "across": plgpu.SMEM((z.consumers, 32 * z.rows), f32),
         "q_bar": plgpu.Barrier(num_barriers=each),
         "k_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
@@ -769,15 +612,12 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         "k_free": plgpu.Barrier(num_barriers=each),
         "v_free": plgpu.Barrier(num_barriers=each),
     }
-    if z.merge == "after":
-        parts = jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows, e), bf16)
-        sums = jax.ShapeDtypeStruct((z.blocks * 2 * z.rows,), f32)
-    else:
-        parts = jax.ShapeDtypeStruct((z.blocks * 2, e, z.rows), f32)
-        sums = jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows,), f32)
+    out = jax.ShapeDtypeStruct((z.batch * z.n_kv * z.group, z.e), bf16)
+    parts = jax.ShapeDtypeStruct((z.blocks * 2, z.e, z.rows), f32)
+    sums = jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows,), f32)
     return plgpu.kernel(
         decode,
-        out_type=(jax.ShapeDtypeStruct((z.batch * z.n_kv * group, e), bf16), parts, sums),
+        out_type=(out, parts, sums),
         grid=(z.blocks // z.consumers,),
         grid_names=("block",),
         num_threads=z.consumers + 1,
@@ -785,7 +625,7 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=not z.auto_barriers,
+            unsafe_no_auto_barriers=True,
         ),
         scratch_types=scratch,
         interpret=interpret,
@@ -794,100 +634,24 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
 @functools.cache
 def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
-    """The kernel that merges the parts of items cut by a stretch's border, into their rows of `out`."""
-    z, e = shape, shape.e
-    width = 128 // e  # rows that one warpgroup merges at a time
+    """The kernel from (stretch, parts, sums) into `out`, of items that are cut: for the interpreter."""
+    z = shape
 
     def merge_decode(
-        merge: Any,  # i32[blocks * 2]
-        parts: Any,  # bf16[blocks * 2 * 2 * rows * e]
-        lse: Any,  # f32[blocks * 2 * rows]
-        out: Any,  # bf16[b * h * e]
-        o_s: Any,  # bf16[128]
-    ) -> None:
-        block, rows = lax.axis_index("block"), lax.axis_index("rows")
-        item, more = merge[block * 2], merge[block * 2 + 1]
-
-        def spread(scalars: list[Any]) -> Any:
-            """The value of each lane's row."""
-            if width == 1:
-                return scalars[0]
-            lane = plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=plgpu.Layout.WG_STRIDED((128,), 1))
-            return jnp.where(lane < e, scalars[0], scalars[1])
-
-        def piece(n: Any) -> tuple[Any, list[Any]]:
-            """Part n of the item: its rows of output, and their log-sums."""
-            part = jnp.where(n == 0, block * 2 + 1, (block + n) * 2)
-            at = (part * 2 * z.rows + rows * width) * e
-            x = parts[pl.ds(at, 128)].astype(jnp.float32)
-            x = x + parts[pl.ds(at + z.rows * e, 128)].astype(jnp.float32)
-            return x, [lse[part * z.rows + rows * width + w] for w in range(width)]
-
-        def add(left: Any, right: Any) -> Any:
-            """The softmax-weighted sum of two partial outputs (normalised), and the log of their sum."""
-            (x, tops), (y, others) = left, right
-            new = [jnp.maximum(t, o) for t, o in zip(tops, others, strict=True)]
-            a = [jnp.exp2(t - n) for t, n in zip(tops, new, strict=True)]
-            b = [jnp.exp2(o - n) for o, n in zip(others, new, strict=True)]
-            total = [p + r for p, r in zip(a, b, strict=True)]
-            a = [p / t for p, t in zip(a, total, strict=True)]
-            b = [r / t for r, t in zip(b, total, strict=True)]
-            sums = [n + jnp.log(t) * LOG2E for n, t in zip(new, total, strict=True)]
-            return x * spread(a) + y * spread(b), sums
-
-        @pl.when(more > 0)
-        def _() -> None:
-            merged = add(piece(0), piece(1))  # both are on their way at once; few items have more
-            merged, _ = lax.fori_loop(2, more + 1, lambda n, sums: add(sums, piece(n)), merged)
-            merged = merged.astype(jnp.bfloat16)
-            row = item * z.group + rows * width
-            if z.group % width == 0:
-                out[pl.ds(row * e, 128)] = merged
-            else:  # the last row is another item's
-                o_s[...] = merged
-                plgpu.commit_smem()
-                for w in range(width):
-
-                    @pl.when(rows * width + w < z.group)
-                    def _(w: int = w) -> None:
-                        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(w * e, e)], out.at[pl.ds((row + w) * e, e)])
-
-                plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
-        merge_decode,
-        out_type=(),
-        grid=(z.blocks, -(-z.group // width)),
-        grid_names=("block", "rows"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        scratch_types=[plgpu.SMEM((128,), jnp.bfloat16)],
-        interpret=interpret,
-    )
-
-
-@functools.cache
-def _merge_f32_kernel(shape: _Shape, interpret: Any) -> Any:
-    """The kernel that merges float32 parts of items cut by a stretch's border, into their rows of `out`."""
-    z, e = shape, shape.e
-
-    def merge_decode(
-        merge: Any,  # i32[blocks * 2]
+        stretch: Any,  # i32[blocks * z.stretch]
         parts: Any,  # f32[blocks * 2, e, rows]
         sums: Any,  # f32[blocks * 2 * 2 * rows]
         out: Any,  # bf16[b * h, e]
         o_s: Any,  # bf16[rows, e]
     ) -> None:
         block = lax.axis_index("block")
-        item, more = merge[block * 2], merge[block * 2 + 1]
+        more = stretch[block * z.stretch + 10]
 
         @pl.when(more > 0)
         def _() -> None:
-            acc, total = _merged(z, parts, sums, block, more)
-            o_s.transpose((1, 0))[...] = transposed((acc / spread(total, e)).astype(jnp.bfloat16))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, z.group)], out.at[pl.ds(item * z.group, z.group)])
+            following = (block + 1) * z.stretch  # it starts inside the item
+            item = stretch[following + 4] * z.n_kv + stretch[following + 1]
+            _write_item(z, o_s, out, *_merged(z, parts, sums, block, more), item)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
@@ -895,9 +659,7 @@ def _merge_f32_kernel(shape: _Shape, interpret: Any) -> Any:
         out_type=(),
         grid=(z.blocks,),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        scratch_types=[plgpu.SMEM((z.rows, e), jnp.bfloat16)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        scratch_types=[plgpu.SMEM((z.rows, z.e), jnp.bfloat16)],
         interpret=interpret,
     )

@@ -255,33 +255,10 @@ CASES: list[Case] = [
         for backend in ("mosaic", "xla")
     ),
 ]
-# What a call costs beside its bytes: batch, context, query heads, KV heads, lengths.
-FIXED_COST_SHAPES = (
-    (256, 400, 32, 8, "equal"),
-    (256, 400, 32, 8, "8..792"),
-    (256, 400, 32, 32, "equal"),
-    (256, 400, 32, 32, "8..792"),
-    (128, 1024, 32, 8, "equal"),
-    (16, 4096, 32, 8, "equal"),
-    (1, 4096, 32, 8, "equal"),
-)
-FIXED_COST_TUNINGS: tuple[dict[str, Any], ...] = (
-    {"merge": "after", "early": False},
-    {"merge": "after_f32", "early": False},
-    {"merge": "inside", "early": False},
-    {"merge": "peek", "early": False},
-    {"merge": "after", "early": True},
-    {"merge": "inside", "early": True},
-    {"merge": "peek", "early": True},
-)
 if os.environ.get("SLORA_BENCH_VARIANTS"):
     for name, value in (("item_cost", 0), ("item_cost", 2), ("item_cost", 4), ("stages", 2)):
         for n_kv in (32, 8):
             variant: dict[str, Any] = {"bench": "paged_decode_variant", name: value}
             CASES.append(_decode(256, 400, 32, n_kv, lengths="8..792", **variant))
-    for *size, lengths in FIXED_COST_SHAPES:
-        for tuning in FIXED_COST_TUNINGS:
-            variant = {"bench": "paged_decode_variant", "lengths": lengths, **tuning}
-            CASES.append(_decode(*size, **variant))
     for tuning in ({"overlap": False}, {"pingpong": True}, {"auto_barriers": True}, {"tile": 64}):
         CASES.append(_prefill(4096, 32, 8, bench="prefill_variant", **tuning))

@@ -15,13 +15,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from slora_jax.pallas_kernels import mosaic_kv
-from slora_jax.pallas_kernels.mosaic_attention import (
-    STRETCH,
-    decode_attention,
-    plan_decode,
-    unsupported,
-    with_first_pages,
-)
+from slora_jax.pallas_kernels.decode_plan import FIRST_PAGES, plan_decode
+from slora_jax.pallas_kernels.mosaic_attention import decode_attention, unsupported
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, plan_prefill, prefill_attention
 
@@ -80,7 +75,6 @@ def assert_close(got: jax.Array, want: np.ndarray) -> None:
     assert error < TOLERANCE
 
 
-@pytest.mark.parametrize("tuning", [{}, {"merge": "peek", "early": True}], ids=["default", "tuned"])
 @pytest.mark.parametrize(
     ("lengths", "h", "n_kv", "e", "page_tokens", "blocks"),
     [
@@ -100,7 +94,6 @@ def test_decode(
     e: int,
     page_tokens: int,
     blocks: int,
-    tuning: dict[str, Any],
 ) -> None:
     rng = np.random.default_rng(0)
     data = paged(rng, lengths, n_kv, e, page_tokens)
@@ -117,7 +110,6 @@ def test_decode(
         blocks=blocks,
         consumers=2 if blocks % 2 == 0 else 1,
         interpret=INTERPRET,
-        **tuning,
     )
     assert got.shape == q.shape
     assert got.dtype == q.dtype
@@ -129,26 +121,34 @@ def test_decode(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_plan_deals_every_chunk_once_and_merges_every_cut_item(seed: int) -> None:
-    """The walk that blocks make, in Python: each chunk of each item once; cut items are those merged."""
+def test_plan_deals_every_chunk_once(seed: int) -> None:
+    """The walk that stretches make, in Python: each chunk of each item once, and who shares an item knows."""
     rng = np.random.default_rng(seed)
-    n_kv, chunk, blocks, b = int(rng.integers(1, 5)), 64, int(rng.integers(1, 12)), int(rng.integers(1, 9))
+    n_kv, chunk, page_tokens = int(rng.integers(1, 5)), 64, 16
+    blocks, b = int(rng.integers(1, 12)), int(rng.integers(1, 9))
     lengths = rng.integers(0, 400, b) * (rng.random(b) < 0.8)
-    plan = plan_decode(jnp.asarray(lengths, jnp.int32), n_kv=n_kv, chunk=chunk, blocks=blocks, min_chunks=2)
-    walk, stretch = np.asarray(plan.walk).reshape(b, 2), np.asarray(plan.stretch).reshape(blocks, STRETCH)
-    seqs = walk[:, 0]
+    table = rng.permutation(b * 25).reshape(b, 25)
+    plan = plan_decode(
+        jnp.asarray(lengths, jnp.int32),
+        jnp.asarray(table, jnp.int32),
+        n_kv=n_kv,
+        page_tokens=page_tokens,
+        chunk=chunk,
+        blocks=blocks,
+    )
+    walk, stretches = np.asarray(plan.walk), np.asarray(plan.stretch)
     live = np.flatnonzero(lengths)
     np.testing.assert_array_equal(walk[: len(live)], np.stack([live, lengths[live]], axis=1))
     assert not walk[len(live) :].any()
-    parts: dict[int, list[tuple[int, bool]]] = {}  # item -> its parts: block, whether it begins the item
+    parts: dict[int, list[tuple[int, bool]]] = {}  # item -> its parts: stretch, whether it begins the item
     seen = set()
-    for block, (j, head, i, count, *_) in enumerate(stretch):
+    for at, (j, head, i, count, *_) in enumerate(stretches):
         for n in range(count):
-            seq = seqs[j]
+            seq = walk[j, 0]
             item = int(seq * n_kv + head)
             seen.add((item, int(i)))
             if n == 0 or i == 0:
-                parts.setdefault(item, []).append((block, bool(i == 0)))
+                parts.setdefault(item, []).append((at, bool(i == 0)))
             i += 1
             if i * chunk >= lengths[seq]:
                 i, head = 0, head + 1
@@ -156,34 +156,23 @@ def test_plan_deals_every_chunk_once_and_merges_every_cut_item(seed: int) -> Non
                     j, head = j + 1, 0
     steps = -(-lengths // chunk)
     assert seen == {(s * n_kv + k, i) for s in range(b) for k in range(n_kv) for i in range(steps[s])}
-    assert stretch[:, 3].sum() == len(seen)
-    np.testing.assert_array_equal(stretch[:, 4:6], walk[stretch[:, 0]])
-    np.testing.assert_array_equal(stretch[:, 6:8], walk[np.minimum(stretch[:, 0] + 1, b - 1)])
+    assert stretches[:, 3].sum() == len(seen)
+    np.testing.assert_array_equal(stretches[:, 4:6], walk[stretches[:, 0]])
+    np.testing.assert_array_equal(stretches[:, 6:8], walk[np.minimum(stretches[:, 0] + 1, b - 1)])
     cut = {item: where for item, where in parts.items() if len(where) > 1}
-    merges = {
-        int(item): (block, int(after))
-        for block, (item, after) in enumerate(np.asarray(plan.merge).reshape(blocks, 2))
-        if after
-    }
-    assert merges == {item: (where[0][0], len(where) - 1) for item, where in cut.items()}
-    assert all(begins == (n == 0) for where in cut.values() for n, (_, begins) in enumerate(where))
-    for where in cut.values():  # who stores a part knows whose it is, and how many there are
-        for block, begins in where:
-            told = (block, stretch[block, 10]) if begins else tuple(stretch[block, 8:10])
+    goes_on = {at: int(more) for at, more in enumerate(stretches[:, 10]) if more}
+    assert goes_on == {where[0][0]: len(where) - 1 for where in cut.values()}
+    for item, where in cut.items():  # who stores a part knows whose it is, and how many there are
+        assert [begins for _, begins in where] == [True] + [False] * (len(where) - 1)
+        for at, begins in where:
+            told = (at, stretches[at, 10]) if begins else tuple(stretches[at, 8:10])
             assert told == (where[0][0], len(where) - 1)
-
-
-def test_plan_can_carry_the_first_pages_of_every_stretch() -> None:
-    chunk, page_tokens, blocks = 64, 16, 5
-    lengths = jnp.asarray([200, 0, 65, 30], jnp.int32)
-    table = jnp.arange(4 * 16, dtype=jnp.int32).reshape(4, 16)
-    plan = plan_decode(lengths, n_kv=2, chunk=chunk, blocks=blocks, min_chunks=2)
-    longer = with_first_pages(plan, table, pages=chunk // page_tokens)
-    rows = np.asarray(longer.stretch).reshape(blocks, -1)
-    np.testing.assert_array_equal(rows[:, :STRETCH].ravel(), plan.stretch)
-    for row in rows[rows[:, 3] > 0]:
-        first = row[2] * chunk // page_tokens
-        np.testing.assert_array_equal(row[STRETCH : STRETCH + 4], table[row[4], first : first + 4])
+        following = stretches[where[0][0] + 1]  # starts inside the item, which a merging kernel reads there
+        assert following[4] * n_kv + following[1] == item
+    pages = chunk // page_tokens
+    assert stretches.shape[1] % 16 == 0
+    for _, _, i, _, seq, *others in stretches[stretches[:, 3] > 0]:
+        assert others[FIRST_PAGES - 5 :][:pages] == table[seq, i * pages : (i + 1) * pages].tolist()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +297,6 @@ def test_limits_are_named(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("tuning", "message"),
     [
-        ({"merge": "within"}, "merge 'within' must be one of after, after_f32, inside, peek"),
         ({"blocks": 3}, "blocks 3 must be a multiple of consumers 2"),
         ({"stages": 99}, "stages 99 must be 1 to"),
     ],

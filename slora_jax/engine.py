@@ -112,7 +112,7 @@ class Engine:
             self._runner,
             self._registry.prepare,
             staging_bytes=config.adapter_staging_bytes
-            or max(_STAGING_BYTES, size.num_pages * page_bytes // 64),
+            or max(_STAGING_BYTES, size.num_pages * page_bytes // 40),
             measured=functools.partial(self._reclaim.costs.measured, "adapter"),
         )
         self._scheduler = Scheduler(

@@ -16,7 +16,7 @@ from slora_jax.request import Request
 
 def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:
     """Steps to compile before `run`."""
-    return bench.full_batch_shapes()
+    return bench.usual_shapes()
 
 
 def run(bench: Workbench, args: argparse.Namespace) -> None:

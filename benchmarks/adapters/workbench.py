@@ -20,7 +20,6 @@ from benchmarks.bench_engine import (
     SETTINGS,
     gpu_name,
     make_engine,
-    offline_shapes,
     random_adapters,
     register_adapters,
 )
@@ -71,9 +70,11 @@ class Workbench:
         self._adapters |= random_adapters(self._first, [r for r in ranks if r not in self._adapters])
         return {rank: self._adapters[rank] for rank in ranks}
 
-    def full_batch_shapes(self) -> list[StepShape]:
-        """Those of most steps of a full batch with adapters."""
-        return offline_shapes(self._first, ranks=SETTINGS["S2"])
+    def usual_shapes(self) -> list[StepShape]:
+        """Those of most steps with adapters."""
+        buckets = self.runner.buckets
+        usual = buckets.usual(self.lora_groups, pages=buckets.pages[-1])
+        return [shape for shape in usual if shape.lora]
 
     def compile(self, shapes: Iterable[StepShape]) -> None:
         """In parallel; the few shapes that the parts do not foresee are met before anything is timed."""

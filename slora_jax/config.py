@@ -210,7 +210,7 @@ class EngineConfig:
         "host memory for adapters that can be read again; None: half of the machine's, on a GPU 48G at most",
     )
     adapter_staging_bytes: int | None = _option(
-        None, "device memory for adapters on their way into the pool; None: a 40th of the pool, at least 64M"
+        None, "device memory for adapters on their way into the pool; None: a 64th of the pool, at least 64M"
     )
     adapter_prefetch: int = _option(
         16,

@@ -112,7 +112,7 @@ class Engine:
             self._runner,
             self._registry.prepare,
             staging_bytes=config.adapter_staging_bytes
-            or max(_STAGING_BYTES, size.num_pages * page_bytes // 40),
+            or max(_STAGING_BYTES, size.num_pages * page_bytes // 64),
             measured=functools.partial(self._reclaim.costs.measured, "adapter"),
         )
         self._scheduler = Scheduler(
@@ -140,6 +140,7 @@ class Engine:
             taken_ids=self._requests,
         )
         self._in_flight: InFlight | None = None
+        self._step_end = time.perf_counter()
         self._undelivered: list[StreamEvent] = []
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens", "output_tokens", "finished", "aborted", "failed"), 0
@@ -320,6 +321,7 @@ class Engine:
         except BaseException:  # Ctrl-C above all
             self._rewind()
             raise
+        self._pace(both=launched is not None and self._in_flight is not None)
         self._in_flight = launched
         if launched is None:
             self._last_plan = plan
@@ -507,6 +509,15 @@ class Engine:
             idle = self._in_flight is None and not self._undelivered and self._requests
             if plan or not idle or left <= 0 or not self._loader.wait(left):
                 return plan
+
+    def _pace(self, *, both: bool) -> None:
+        """Tell the loader how long a step takes; `both`: one runs and the next is launched."""
+        before, self._step_end = self._step_end, time.perf_counter()
+        seconds, known = self._step_end - before, self._loader.step_seconds
+        if not both:
+            self._loader.step_seconds = None
+        else:
+            self._loader.step_seconds = seconds if known is None else known + 0.1 * (seconds - known)
 
     def _fail_loads(self) -> bool:
         """End the requests whose adapters could not be loaded; the next ones try again."""

@@ -153,6 +153,11 @@ class ModelRunner:
         return self._transfer.stages
 
     @property
+    def copy_bytes_per_s(self) -> float | None:
+        """How fast adapters are copied to the device, as measured at the start; None where they are not."""
+        return self._transfer.bytes_per_s
+
+    @property
     def pinned_host_limit(self) -> int | None:
         """Bytes that host copies may take together, where they are in pinned host memory."""
         return self._transfer.pinned_host_limit

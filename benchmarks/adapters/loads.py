@@ -47,7 +47,7 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
         bench.say(f"rank {rank}: an adapter of {nbytes / 1e6:.1f} MB, {layout.num_pages} pages, is made")
         bandwidth = pinned_copy_bandwidth(nbytes, max(1, (1 << 30) // max(nbytes, 1 << 24)))
         bench.say(f"plain copies of pinned memory: {bandwidth / 1e9:.2f} GB/s")
-        staging = max(64 << 20, bench.runner.pool.nbytes // 40)
+        staging = max(64 << 20, bench.runner.pool.nbytes // 64)
         taken = (
             bench.batch * -(-(args.context + args.steps + 2 * _RAMP + 2) // bench.page_tokens)
             + 2 * bench.batch

@@ -30,6 +30,7 @@ from slora_jax.outputs import LoadStats
 logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads
+_STEP_SHARE = 0.75  # of the time of a step, for which copies may keep the link to the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ class AdapterDevice(Protocol):
 
     @property
     def stages_adapters(self) -> bool: ...
+    @property
+    def copy_bytes_per_s(self) -> float | None: ...
     def stage_adapters(
         self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]
     ) -> list[StagedCopy]: ...
@@ -86,6 +89,8 @@ class AdapterLoader:
     """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
 
     `staging_bytes` bounds the device memory of copies that are not written yet; a larger adapter goes alone.
+    Copies share their queue with the input of the next step, which comes behind them and is launched a step
+    ahead: while steps run, of `step_seconds` each (None: none runs), no more are begun than are done in time.
     `measured(pages, seconds)` is told what each copy took.
     """
 
@@ -101,6 +106,7 @@ class AdapterLoader:
         self._measured = measured
         self._store, self._device, self._read = store, device, read
         self._staging_bytes = staging_bytes
+        self.step_seconds: float | None = None
         self._executor: concurrent.futures.Executor = concurrent.futures.ThreadPoolExecutor(
             _READERS, thread_name_prefix="adapter-reader"
         )
@@ -301,7 +307,10 @@ class AdapterLoader:
 
     def _may_stage(self, nbytes: int) -> bool:
         under_way = sum(t.adapter.host_bytes for t in self._transfers)
-        if under_way and under_way + nbytes > self._staging_bytes:
+        limit: float = self._staging_bytes
+        if self.step_seconds is not None and self._device.copy_bytes_per_s is not None:
+            limit = min(limit, _STEP_SHARE * self.step_seconds * self._device.copy_bytes_per_s)
+        if under_way and under_way + nbytes > limit:
             self._staging_full_in = self._store.host.turn
         return self._staging_full_in != self._store.host.turn
 

@@ -88,6 +88,7 @@ class SimulatedRunner:
         self.merges = config.lora_mode == "merge"
 
     stages_adapters = False
+    copy_bytes_per_s: float | None = None
     shape = None
     pinned_host_limit: int | None = None
 

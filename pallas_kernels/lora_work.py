@@ -56,14 +56,15 @@ class _Windows:
 
 
 def lora_work_needed(
-    token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], decode_rows: int | None = None
+    token_adapter: np.ndarray,
+    adapters: Sequence[AdapterBlocks],
+    decode_rows: int | None = None,
+    most_tiles: int | None = None,
 ) -> tuple[int, int, int]:
-    """The smallest (nd, nt, lp) that hold this batch; see build_lora_work."""
-    decode, tiles = _windows(np.asarray(token_adapter, np.int32), len(adapters), decode_rows)
-    counts = np.zeros((len(adapters) + 1, len(MODULE_GROUPS)), np.int64)
-    for i, (_, blocks, _, _) in enumerate(adapters):
-        counts[i] = _item_counts(tuple(blocks))
-    nd, nt = (int(counts[w.adapter].sum(0).max(initial=0)) for w in (decode, tiles))
+    """The smallest (nd, nt, lp) that hold this batch, with nt at most `most_tiles`; see build_lora_work."""
+    counts = _counts(adapters)
+    windows = _windows(np.asarray(token_adapter, np.int32), counts, decode_rows, most_tiles)
+    nd, nt = (int(counts[w.adapter].sum(0).max(initial=0)) for w in windows)
     return nd, nt, sum(len(a[0]) for a in adapters)
 
 
@@ -82,8 +83,9 @@ def build_lora_work(
 
     `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]:
     chunks in one block of A and of B by module. The first `decode_rows` tokens (default: all) never
-    become tiles, so that a step without prompts has nt = 0. Raises ValueError where nd, nt or lp is too
-    small, or an index has no adapter.
+    become tiles, so that a step without prompts has nt = 0; where nt has no room for all runs that
+    could be tiles, the shortest are decode items. Raises ValueError where nd or lp is too small, or an index
+    has no adapter.
     """
     token_adapter = np.asarray(token_adapter, np.int32)
     if token_adapter.max(initial=-1) >= len(adapters):
@@ -102,17 +104,15 @@ def build_lora_work(
     page_base = np.cumsum(lengths) - lengths
     sizes = (tuple(a_chunks), tuple(b_chunks))
     plans = [_adapter_items(tuple(b), tuple(a0), tuple(b0), *sizes) for _, b, a0, b0 in adapters]
-    windows = _windows(token_adapter, len(adapters), decode_rows)
+    windows = _windows(token_adapter, _counts(adapters), decode_rows, nt)
     for group in range(len(MODULE_GROUPS)):
         tables = [plan[group] for plan in plans]
         counts = np.array([len(table) for table in tables])
         table, start = np.concatenate(tables), np.cumsum(counts) - counts
-        for name, limit, window in (("decode", nd, windows[0]), ("tiles", nt, windows[1])):
+        for name, window in zip(("decode", "tiles"), windows, strict=True):
             times = counts[window.adapter]
-            if times.sum() > limit:
-                raise ValueError(
-                    f"{'nd' if name == 'decode' else 'nt'}={limit} is too small: need {times.sum()}"
-                )
+            if name == "decode" and times.sum() > nd:
+                raise ValueError(f"nd={nd} is too small: need {times.sum()}")
             which = np.repeat(np.arange(len(times)), times)
             nth = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
             adapter = window.adapter[which]
@@ -125,11 +125,17 @@ def build_lora_work(
     return out
 
 
+def _counts(adapters: Sequence[AdapterBlocks]) -> np.ndarray:
+    """Items of a window of each adapter's tokens by group of modules: int64 [n + 1, 4]; the last: of none."""
+    none = (0,) * len(MODULE_GROUPS)
+    return np.array([*(_item_counts(tuple(blocks)) for _, blocks, _, _ in adapters), none], np.int64)
+
+
 def _windows(
-    token_adapter: np.ndarray, n_adapters: int, decode_rows: int | None
+    token_adapter: np.ndarray, counts: np.ndarray, decode_rows: int | None, most_tiles: int | None
 ) -> tuple[_Windows, _Windows]:
-    """(decode windows, tiles) of a batch."""
-    total = len(token_adapter)
+    """(decode windows, tiles) of a batch; `counts` as `_counts` gives it."""
+    total, n_adapters = len(token_adapter), len(counts) - 1
     border = total if decode_rows is None else min(decode_rows, total)
     edge = np.flatnonzero(np.diff(token_adapter, prepend=-2))
     edge = np.unique(np.append(edge, border)) if border < total else edge
@@ -138,6 +144,11 @@ def _windows(
     start, end = start[long], end[long]
     first = start // WINDOW * WINDOW
     count = -(-(end - first) // TILE)
+    if most_tiles is not None:
+        longest = np.argsort(start - end, kind="stable")
+        tiles_so_far = np.cumsum(count[longest, None] * counts[token_adapter[start[longest]]], axis=0)
+        fit = np.sort(longest[(tiles_so_far <= most_tiles).all(axis=1)])
+        start, end, first, count = (x[fit] for x in (start, end, first, count))
     run = np.repeat(np.arange(len(start)), count)
     row = first[run] + TILE * (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count))
     tiles = _Windows(

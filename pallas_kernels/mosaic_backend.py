@@ -44,7 +44,13 @@ class MosaicPlanner:
     """Work lists of `mosaic_lora`: sizes are (decode items, tiles of a group of modules, adapter pages)."""
 
     def needs(self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], shape: LoraShape) -> Sizes:
-        return lora_work_needed(token_adapter, adapters, shape.decode_rows)
+        """Those of fewer tiles, where the first rung then has room: another rung costs seconds to compile."""
+        needs = lora_work_needed(token_adapter, adapters, shape.decode_rows)
+        items, tiles, _ = self.sizes(1, shape)
+        if needs[1] > tiles:
+            fewer = lora_work_needed(token_adapter, adapters, shape.decode_rows, tiles)
+            return fewer if fewer[0] <= items else needs
+        return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
         """Four times the rung below.

@@ -384,8 +384,9 @@ def test_the_seconds_of_reads_and_copies_are_counted(monkeypatch: pytest.MonkeyP
 def test_copies_leave_the_link_to_the_input_of_the_next_step_in_time(
     link: float, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adapters of 28672 bytes, steps of a second: of a slow link's bytes, three quarters go to adapters; but one
-    adapter at least. Without a step under way nobody is delayed."""
+    """Adapters of 28672 bytes, steps of a second: three quarters of what the link carries in one, but an
+    adapter at least. Without a step under way nobody is delayed.
+    """
     clock = itertools.count()
     monkeypatch.setattr("slora_jax.engine.time.perf_counter", lambda: next(clock) / 3)  # thrice a step
     bench = Bench(lambda: 1, num_pages=400, max_batch_size=16, max_step_tokens=64, adapter_prefetch=8)

@@ -115,3 +115,24 @@ def test_mosaic_s_usual_rung_holds_an_adapter_of_rank_64_for_every_row(rows: int
     needs = planner.needs(np.arange(rows), [(pages, blocks, [0] * 7, [0] * 7)] * rows, shape)
     usual = planner.sizes(planner.usual_rung(shape), shape)
     assert all(size >= need for size, need in zip(usual, needs, strict=True)), (usual, needs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_of_usual_ranks_needs_mosaic_s_first_rung_however_its_prompts_are_cut(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = dataclasses.replace(SHAPE, tokens=256 + 1792, decode_rows=256, prefill_seqs=112)
+    ranks = rng.choice([8, 16, 32, 64], 150)
+    adapters = []
+    for rank in ranks:
+        blocks = [rank // 8] * 4 + [0] * 3
+        chunks = sum(n * (a + b) for n, a, b in zip(blocks, shape.a_chunks, shape.b_chunks, strict=True))
+        adapters.append((np.arange(-(-chunks // shape.chunks_per_page)), blocks, [0] * 7, [0] * 7))
+    lengths = rng.integers(16, 16 + 2 ** rng.integers(2, 10), 112)
+    prompts = np.repeat(rng.integers(0, 150, 112), lengths)[:1792]
+    token_adapter = np.full(shape.tokens, -1, np.int32)
+    token_adapter[:256] = np.sort(rng.integers(0, 150, 256))
+    token_adapter[256 : 256 + len(prompts)] = prompts
+    planner = MOSAIC.planner
+    needs, sizes = planner.needs(token_adapter, adapters, shape), planner.sizes(1, shape)
+    assert all(size >= need for size, need in zip(sizes, needs, strict=True)), (sizes, needs)
+    assert planner.build(token_adapter, adapters, sizes, shape)["tiles"].shape[1] == sizes[1]

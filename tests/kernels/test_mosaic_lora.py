@@ -181,7 +181,10 @@ def test_work_covers_every_token_once() -> None:
         token_adapter = np.repeat(rng.integers(-1, 3, 12), rng.integers(1, 90, 12)).astype(np.int32)
         adapters = [([1], [1] * 7, [0] * 7, [0] * 7)] * 3
         rows = int(rng.integers(0, len(token_adapter)))
-        nd, nt, lp = lora_work_needed(token_adapter, adapters, rows)
+        _, most, _ = lora_work_needed(token_adapter, adapters, rows)
+        room = int(rng.integers(0, most + 1))  # with less than is needed, short runs become decode items
+        nd, nt, lp = lora_work_needed(token_adapter, adapters, rows, room)
+        assert nt <= room
         host = build_lora_work(
             token_adapter, adapters, nd, nt, lp, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=rows
         )

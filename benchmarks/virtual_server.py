@@ -135,7 +135,7 @@ class VirtualServer:
         self.requests.append(request)
         self.live[request] = None
         for sequence in request.sequences:
-            self.scheduler.add(sequence)
+            self.waiting.add(sequence)
         return request
 
     def abort(self, request: Request, reason: str) -> None:

@@ -540,7 +540,7 @@ class Engine:
         for request in requests:
             self._requests[request.request_id] = request
             for sequence in request.sequences:
-                self._scheduler.add(sequence)
+                self._scheduler.waiting.add(sequence)
 
     def _rewind(self) -> None:
         """After a step that broke off: sampled tokens that were not collected are computed again, to the same

@@ -119,9 +119,6 @@ class Scheduler:
         self._delayed = 0  # steps in a row that took no prompt though there was room
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.add(sequence)
-
     def pages_for(self, tokens: int) -> int:
         """Pages that hold the KV of so many tokens."""
         return -(-tokens // self._limits.page_tokens)

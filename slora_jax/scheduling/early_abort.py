@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import math
 
 from slora_jax.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,16 @@ class EarlyAbort:
             late.append((request, waited))
         for request, _ in late:
             del self._waiting[request]
-        return [Overdue(request, self._reason(waited), self._drain_s) for request, waited in late]
+        if late:
+            logger.info(
+                "early-abort gave up %d requests, the oldest after %.2f s: their first tokens would miss "
+                "ttft_target_s %g (%s)",
+                len(late),
+                late[0][1],
+                self._target,
+                self._rates,
+            )
+        return [Overdue(request, _reason(waited, self._drain_s), self._drain_s) for request, waited in late]
 
     @property
     def _drain_s(self) -> float:
@@ -148,9 +160,14 @@ class EarlyAbort:
         self._then = now
         self._arrived = self._started = 0
 
-    def _reason(self, waited: float) -> str:
-        return (
-            f"given up after {waited:.2f} s: its first token would miss the target of {self._target:g} s "
-            f"({self._arrivals.value:.2f} requests/s arrive, {self._service.value:.2f} are served); "
-            "retry later, or raise ttft_target_s"
-        )
+    @property
+    def _rates(self) -> str:
+        if not self._service.observed:
+            return "no rates were measured yet"
+        return f"{self._arrivals.value:.2f} requests/s arrive, {self._service.value:.2f} are served"
+
+
+def _reason(waited: float, retry_after_s: float) -> str:
+    """For the client, who can do nothing about settings and rates. The seconds are those of Retry-After."""
+    retry = max(1, math.ceil(retry_after_s))
+    return f"given up after {waited:.2f} s: its first token would come too late; retry in {retry} s"

@@ -49,7 +49,7 @@ def test_under_overload_early_abort_serves_in_time_as_many_as_can_be(rate: float
     assert sum(in_time(r, 1.0) for r in kept) >= 0.95 * len(kept), "who is not given up is in time"
     assert attained(served) >= 0.9 * capacity
     assert attained(overload("fcfs", rate)) < 0.5 * attained(served)
-    assert all("first token would miss the target of 1 s" in reason for reason in served.reasons.values())
+    assert all("first token would come too late" in reason for reason in served.reasons.values())
 
 
 def test_of_a_burst_early_abort_serves_those_it_can_and_gives_up_the_others_in_time() -> None:
@@ -150,6 +150,30 @@ def test_an_engine_ends_a_late_request_with_abort_and_the_reason(monkeypatch: py
         ("abort", "not finished within its deadline_s of 2 s")
     ] * 2
     assert [(e.finish_reason, e.error) for e in ends if e.request_id == good] == [("length", None)]
+
+
+def test_clients_are_told_when_to_come_back_and_the_log_the_setting_and_the_rates(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "slora_jax.scheduling.early_abort")
+    served = overload("early-abort", 80.0, seconds=5.0)
+    for late in served.given_up:
+        assert late.reason.endswith("; retry in 1 s")
+        assert not any(word in late.reason for word in ("ttft_target_s", "requests/s"))
+    assert all("ttft_target_s 1 (" in message for message in caplog.messages)
+    assert sum(int(message.split()[3]) for message in caplog.messages) == len(served.given_up)
+    assert "requests/s arrive" in caplog.messages[-1]
+    assert "0.00" not in caplog.messages[-1]
+
+
+def test_rates_that_were_not_measured_yet_are_not_logged_as_0(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "slora_jax.scheduling.early_abort")
+    served = server("early-abort", batch=1, ttft_target_s=0.5, cost=StepCost(step=1.0))
+    served.run([Arrival(0.0, 4, 3), Arrival(0.1, 4, 1)])
+    assert caplog.messages == [
+        "early-abort gave up 1 requests, the oldest after 0.90 s: their first tokens would miss "
+        "ttft_target_s 0.5 (no rates were measured yet)"
+    ]
 
 
 def test_a_deadline_that_passed_is_no_reason_to_come_back() -> None:

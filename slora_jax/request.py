@@ -36,8 +36,27 @@ class GenerateRequest:
 
 
 @dataclasses.dataclass(eq=False)
+class Call:
+    """Requests whose client takes all of their answers or none, as the prompts of one HTTP request.
+
+    Early-abort keeps or gives up all of them.
+    """
+
+    requests: list[Request]
+    begun: bool = False  # one of their sequences was admitted
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> Call:
+        """Make these one call."""
+        call = cls(requests)
+        for request in requests:
+            request.call = call
+        return call
+
+
+@dataclasses.dataclass(eq=False)
 class Request:
-    """What a client asked for; `n` sequences answer it."""
+    """What a client asked for; `n` sequences answer it. It is a call alone, unless `Call.of` joins it to others."""
 
     request_id: str
     prompt: str | None
@@ -50,6 +69,10 @@ class Request:
     priority: int = 0  # lower is earlier, as in vLLM
     deadline_s: float | None = None  # seconds after arrival by which it must have ended
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    call: Call = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.call = Call([self])
 
     @property
     def adapter_id(self) -> str | None:

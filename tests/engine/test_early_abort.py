@@ -112,6 +112,54 @@ def test_early_abort_never_gives_up_what_has_begun() -> None:
             assert request.metrics.first_scheduled_time is None
 
 
+def call_of(served: VirtualServer, *outputs: int, tenant: str = "default") -> list[Request]:
+    return served.add_call(Arrival(served.now, 4, output, tenant=tenant) for output in outputs)
+
+
+def test_prompts_of_a_call_are_all_served_once_one_has_begun() -> None:
+    served = server("early-abort", batch=1, ttft_target_s=0.1)
+    served.add(Arrival(0.0, 4, 5))
+    served.step()
+    together = call_of(served, 12, 12, 12)
+    alone = [call_of(served, 12) for _ in range(3)]
+    served.run([])
+    assert set(served.reasons) == {request.request_id for (request,) in alone}
+    assert all(r.metrics.num_output_tokens == 12 for r in together)
+
+
+def test_prompts_of_a_call_that_has_not_begun_are_given_up_in_one_step() -> None:
+    served = server("early-abort", batch=1, num_pages=2000, ttft_target_s=0.1, tenant_max_concurrency=2)
+    served.add(Arrival(0.0, 4, 400))
+    served.step()
+    together = call_of(served, 5, 5, 5)  # a limit holds two of them back
+    left = call_of(served, 5, 5, tenant="another")
+    served.abort(left[0], "by the user")
+    while together[0].request_id not in served.reasons:
+        served.step()
+    assert {late.request.request_id for late in served.given_up} == {
+        request.request_id for request in (*together, left[1])
+    }
+    served.check_integrity()
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_under_overload_with_calls_of_several_prompts_each_is_served_whole_or_given_up_whole(
+    size: int,
+) -> None:
+    served = server("early-abort", batch=10, num_pages=1000, ttft_target_s=1.0)
+    draw, calls = random.Random(7), []
+    for i in range(800):
+        while served.now < 0.033 * size * i:
+            served.step()
+        calls.append(call_of(served, *(draw.randint(30, 70) for _ in range(size))))
+    served.run([])
+    given_up = [{r.request_id in served.reasons for r in call} for call in calls]
+    assert all(len(outcomes) == 1 for outcomes in given_up)
+    kept = [call for call, outcomes in zip(calls, given_up, strict=True) if outcomes == {False}]
+    assert len(kept) > 0.9 * len(calls) * 20 * 0.033  # of the 20 requests a second that can be served
+    assert sum(any(in_time(r, 1.0) for r in call) for call in kept) > 0.95 * len(kept)
+
+
 def test_those_that_a_limit_holds_back_count_as_nobodys_queue_for_early_abort() -> None:
     served = server("early-abort", batch=8, num_pages=2000, ttft_target_s=1.0, tenant_max_concurrency=1)
     greedy = [Arrival(0.001 * i, 4, 400, tenant="greedy") for i in range(30)]
@@ -159,10 +207,10 @@ def test_clients_are_told_when_to_come_back_and_the_log_the_setting_and_the_rate
     served = overload("early-abort", 80.0, seconds=5.0)
     for late in served.given_up:
         assert late.reason.endswith("; retry in 1 s")
-        assert not any(word in late.reason for word in ("ttft_target_s", "requests/s"))
+        assert not any(word in late.reason for word in ("ttft_target_s", "calls/s"))
     assert all("ttft_target_s 1 (" in message for message in caplog.messages)
     assert sum(int(message.split()[3]) for message in caplog.messages) == len(served.given_up)
-    assert "requests/s arrive" in caplog.messages[-1]
+    assert "calls/s arrive" in caplog.messages[-1]
     assert "0.00" not in caplog.messages[-1]
 
 

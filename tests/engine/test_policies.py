@@ -171,6 +171,7 @@ class PolicyMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("abcd"),
         priority=st.integers(-2, 2),
         deadline=st.none() | st.floats(0.01, 2.0),
+        prompts=st.integers(1, 3),
     )
     def add(
         self,
@@ -181,12 +182,13 @@ class PolicyMachine(RuleBasedStateMachine):
         tenant: str,
         priority: int,
         deadline: float | None,
+        prompts: int,
     ) -> None:
         mine = self.adapters[adapter] if adapter < 5 else None
         arrival = Arrival(self.served.now, prompt, output, mine, tenant, priority, deadline, n)
         over = (LimitExceededError, ValueError) if any(self.limits.values()) else ()  # now, or for ever
         with contextlib.suppress(*over):
-            self.served.add(arrival)
+            self.served.add_call([arrival] * prompts)
 
     @rule(pick=st.integers(0, 100))
     def abort(self, pick: int) -> None:
@@ -228,6 +230,8 @@ class PolicyMachine(RuleBasedStateMachine):
             wanted = sum(s.max_len - s.prompt_len for s in request.sequences)
             got = sum(len(s.tokens) - s.prompt_len for s in request.sequences)
             assert got == wanted or request.request_id in self.served.reasons
+        early = [late.request.call for late in self.served.given_up if late.retry_after_s is not None]
+        assert not any(call.begun for call in early), "a call was given up after it had begun"
         assert len(self.served.waiting) == 0
         assert self.served.waiting.head() is None
         assert all(not a.in_use and not a.users for a in self.served.store)

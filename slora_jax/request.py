@@ -56,7 +56,7 @@ class Call:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """What a client asked for; `n` sequences answer it. It is a call alone, unless `Call.of` joins it to others."""
+    """What a client asked for; `n` sequences answer it. Its `call` is its own, unless `Call.of` was asked."""
 
     request_id: str
     prompt: str | None

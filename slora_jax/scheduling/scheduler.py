@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from slora_jax.config import EngineConfig
 from slora_jax.lora.loader import AdapterLoader
-from slora_jax.lora.store import AdapterStore
+from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.request import Sequence
@@ -293,7 +293,7 @@ class Scheduler:
                 blocked |= not (alone or self._fits(sequence, lacking + ahead, ahead_adapters, known))
                 can_run = can_run and not blocked
                 absent = adapter is not None and not adapter.resident
-                ready = adapter is None or self._loader.seek(adapter, room=not blocked, waits=can_run)
+                ready = adapter is None or self._seek(adapter, room=not blocked, waits=can_run)
                 if absent and ready:  # at once; the room for it may have been its own prefix
                     can_run = can_run and (
                         alone or self._fits(sequence, lacking + ahead, ahead_adapters, known)
@@ -308,6 +308,14 @@ class Scheduler:
                     counted.add(adapter.generation)
                     self._adapters.touch(adapter)
                     ahead_adapters += adapter.num_pages if adapter.pages is None else 0
+
+    def _seek(self, adapter: Adapter, *, room: bool, waits: bool) -> bool:
+        """`AdapterLoader.seek`; all orders, those of other tenants too, are told of one that comes."""
+        near = adapter.near
+        ready = self._loader.seek(adapter, room=room, waits=waits)
+        if adapter.near and not near:
+            self.waiting.came_near(adapter)
+        return ready
 
     def _fits(self, sequence: Sequence, beside: int, beside_adapters: int, known: bool) -> bool:
         """Whether a waiting sequence could be let in, `beside` pages that others need and those that their

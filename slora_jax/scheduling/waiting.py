@@ -121,7 +121,7 @@ class WaitingQueue:
             self._early.started(sequence.request)
 
     def came_near(self, adapter: Adapter) -> None:
-        """An adapter was brought into the batch, or is being loaded though nobody near his turn asked."""
+        """An adapter was brought into the batch or the pool, or is on its way, whoever asked for it."""
         for order in self._seekers.get(adapter, ()):
             order.came_near(adapter)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import math
 import random
 
 import pytest
 
 from benchmarks.virtual_server import Arrival, VirtualServer
+from slora_jax import SamplingParams
 from tests.engine.policy_server import POLICIES, admission_order, overtakes, server, spread
+from tests.engine.slow_loading import Bench
 
 
 def test_fcfs_admits_in_order_of_arrival() -> None:
@@ -79,6 +82,47 @@ def test_cluster_knows_of_adapters_that_another_tenant_brought_in() -> None:
         served.add(Arrival(0.0, 4, 50 if tenant == "a" else 1, adapter, tenant))
     served.run([])
     assert admission_order(served) == ["0", "3", "1", "2"]
+
+
+@pytest.mark.parametrize("seeker", ["waits", "was preempted"])
+def test_cluster_knows_of_adapters_that_are_on_their_way_for_another_tenant(seeker: str) -> None:
+    """Also where that one leaves before it runs: what was loaded for it is used first."""
+    bench = Bench(
+        num_pages=400,
+        max_batch_size=1,
+        max_step_tokens=16,
+        scheduling_policy="vtc+cluster",
+        adapter_prefetch=1,
+    )
+    engine = bench.engine
+    for i, name in enumerate("xy"):
+        bench.register(name, i + 1)
+
+    def ask(name: str | None, tenant: str, tokens: int) -> str:
+        return engine.add_request([1], name, SamplingParams(max_tokens=tokens), tenant=tenant)
+
+    if seeker == "waits":
+        ask(None, "first", 1)
+        bench.run()
+        ask(None, "second", 20)
+        engine.step()
+        old, new = ask("y", "second", 2), ask("x", "second", 2)
+        seeking = ask("x", "first", 2)
+    else:
+        seeking = ask("x", "first", 20)
+        while not engine.stats().num_running:
+            bench.executor.run()
+            engine.step()
+        engine._rewind()  # as Ctrl-C does
+        engine._adapters.evict(1, math.inf)  # x gives way
+        old, new = ask("y", "second", 2), ask("x", "second", 2)
+    assert not engine._adapters.get("x").near
+    engine.step()
+    assert engine._adapters.get("x").near
+    assert not engine._adapters.get("y").near
+    engine.abort(seeking)
+    ended = list(bench.run())
+    assert ended.index(new) < ended.index(old)
 
 
 @pytest.mark.parametrize("max_passes", [0, 1, 5, 64])

@@ -116,7 +116,7 @@ class Scheduler:
         self._clock = clock
         self.running: dict[Sequence, None] = {}  # an ordered set, first admitted first
         self.preemptions = 0
-        self._delayed = 0  # steps in a row that took no prompt though there was room
+        self._delayed = 0  # steps in a row that took none of the prompts that wait for no slot
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
 
     def pages_for(self, tokens: int) -> int:
@@ -129,7 +129,8 @@ class Scheduler:
         self._prefixes.record_all(self.running)  # what they have computed was launched since
         longer = self._take_decodes(plan)  # those first: a long prompt never stalls them
         delayed = self._delays_prompts(plan, longer)
-        self._delayed = self._delayed + 1 if delayed else 0
+        gathering = bool(longer) or (bool(self._slots) and self.waiting.head() is not None)
+        self._delayed = self._delayed + 1 if gathering else 0  # also by `_take`
         for sequence in longer:
             if sequence.slot is not None and not delayed:
                 self._take(plan, sequence)
@@ -231,6 +232,7 @@ class Scheduler:
             return
         chunk = Chunk(sequence, sequence.num_computed, count, samples=count == sequence.remaining)
         (plan.decodes if count == 1 else plan.prefills).append(chunk)
+        self._delayed = 0
 
     def _ensure_pages(self, plan: StepPlan, sequence: Sequence, tokens: int) -> bool:
         """Grow a running sequence to `tokens`; preempts younger sequences, at last itself (then False)."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.scheduling.scheduler import StepPlan
@@ -92,3 +94,29 @@ def test_with_others_it_fills_the_next_step() -> None:
         engine.add_request([token] * length, None, SamplingParams(max_tokens=2))
         engine.step()
     assert [[c.count for c in p.prefills] for p in plans] == [[80], [10, 70]]
+
+
+def leave_free(engine: Engine, pages: int, held: list[int]) -> None:
+    """Take pages away from an engine or give some back, so that so many are free; `held` has those taken."""
+    excess = engine._pool.num_free - pages
+    if excess > 0:
+        held += engine._pool.allocate(excess, "kv") or []
+    elif excess < 0:
+        engine._pool.release(held[excess:])
+        del held[excess:]
+
+
+@pytest.mark.parametrize("short", [1, 6, 12, 13, 20])
+def test_a_prompt_that_lacked_pages_does_not_wait_anew(short: int) -> None:
+    """Whether pages come while prompts would gather, in the step that would begin them, or after it."""
+    delay = 12
+    engine = filled(delay, max_step_tokens=120, enable_prefix_caching=False)
+    held: list[int] = []
+    engine.add_request([5] * 80, None, SamplingParams(max_tokens=2))
+    for _ in range(short):
+        leave_free(engine, 30, held)  # enough for those that run, but not for 20 more
+        engine.step()
+        assert engine.stats().num_waiting == 1
+    engine._pool.release(held)
+    assert short + admitted_after(engine, 1) == max(short, delay) + 1
+    assert engine.stats().preemptions == 0

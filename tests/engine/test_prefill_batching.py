@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.scheduling.scheduler import StepPlan
-from tests.engine.simulated_engine import simulated_engine
+from tests.engine.simulated_engine import load, simulated_engine
 
 BATCH = 20
 
@@ -120,3 +121,42 @@ def test_a_prompt_that_lacked_pages_does_not_wait_anew(short: int) -> None:
     engine._pool.release(held)
     assert short + admitted_after(engine, 1) == max(short, delay) + 1
     assert engine.stats().preemptions == 0
+
+
+def test_a_prompt_that_lacks_pages_fills_no_step() -> None:
+    """The one before it gathers as if nobody were behind it."""
+    engine = filled(8, enable_prefix_caching=False)
+    held: list[int] = []
+    for token, length in ((5, 9), (6, 75)):  # together they would fill a step
+        engine.add_request([token] * length, None, SamplingParams(max_tokens=2))
+    waiting = []
+    for _ in range(9):
+        leave_free(engine, 30, held)
+        engine.step()
+        waiting.append(engine.stats().num_waiting)
+    assert waiting == [2] * 8 + [1]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "chunks"), [(9, 75, [0] * 8 + [9]), (90, 30, [80, 10] + [0] * 7)], ids=["new", "begun"]
+)
+def test_a_prompt_of_another_turn_fills_no_step(own: int, other: int, chunks: list[int]) -> None:
+    """Where one adapter at a time is merged, the batch has none of the others. What has begun goes on at once
+    where nobody can join it.
+    """
+    engine = filled(8, lora_mode="merge")
+    load(engine, "a0", 1)
+    engine.add_request([5] * own, None, SamplingParams(max_tokens=2))
+    engine.add_request([6] * other, "a0", SamplingParams(max_tokens=2))
+    plans = plans_of(engine)
+    for _ in range(9):
+        engine.step()
+    assert [sum(c.count for c in p.prefills) for p in plans] == chunks
+
+
+def test_as_many_prompts_as_a_step_takes_do_not_wait() -> None:
+    engine = filled(8)
+    engine._scheduler._limits = dataclasses.replace(engine._scheduler._limits, max_prefill_seqs=2)
+    for token in (5, 6):
+        engine.add_request([token] * 9, None, SamplingParams(max_tokens=2))
+    assert admitted_after(engine, 1) == 1

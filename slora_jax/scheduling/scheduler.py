@@ -213,7 +213,7 @@ class Scheduler:
         Sequences end one by one. A prefill for each as its slot falls free would read the weights and pad the
         step for a few tokens every time; eight together cost little more than one. The rest of a prompt whose
         beginning filled a step (one of those `begun`) gathers with them. Those that wait for an adapter, or
-        behind one that lacks pages, could not run anyway.
+        behind one that lacks pages, could not run anyway, and what is cached of a prompt is no work.
         """
         limits = self._limits
         if (
@@ -237,7 +237,7 @@ class Scheduler:
                 if sequence.pending or not self._reclaim.fits(kv=promised.kv, adapter=promised.adapter):
                     break
                 if adapter is None or adapter.resident:
-                    tokens += sequence.remaining
+                    tokens += sequence.remaining - len(prefix) * limits.page_tokens
                     prompts += 1
                 if tokens >= full or prompts >= limits.max_prefill_seqs:
                     break

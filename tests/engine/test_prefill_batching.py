@@ -160,3 +160,16 @@ def test_as_many_prompts_as_a_step_takes_do_not_wait() -> None:
     for token in (5, 6):
         engine.add_request([token] * 9, None, SamplingParams(max_tokens=2))
     assert admitted_after(engine, 1) == 1
+
+
+@pytest.mark.parametrize("cached", [0, 88])
+def test_what_is_cached_of_a_prompt_is_no_work(cached: int) -> None:
+    """With a prefix in the cache it waits for others as a prompt of the other tokens does."""
+    engine = filled(8)
+    prefix = [7] * cached
+    if cached:
+        engine.generate([prefix], None, SamplingParams(max_tokens=1))
+    engine.add_request(prefix + [8] * 4, None, SamplingParams(max_tokens=2))
+    plans = plans_of(engine)
+    assert admitted_after(engine, 1) == 9
+    assert [c.count for c in plans[-1].prefills] == [4]

@@ -111,6 +111,11 @@ class Sequence:
     pending: int = 0
     finish_reason: FinishReason | None = None
     rank: tuple[float, int] = (0.0, 0)  # its place in the queue, the waiting queue's to give
+    generation: int = dataclasses.field(init=False)  # of its adapter, or the base's: what its KV belongs to
+
+    def __post_init__(self) -> None:
+        adapter = self.request.adapter
+        self.generation = BASE_GENERATION if adapter is None else adapter.generation
 
     @property
     def num_tokens(self) -> int:
@@ -129,12 +134,6 @@ class Sequence:
     @property
     def adapter(self) -> Adapter | None:
         return self.request.adapter
-
-    @property
-    def generation(self) -> int:
-        """Of its adapter, BASE_GENERATION without one: what its KV belongs to."""
-        adapter = self.request.adapter
-        return BASE_GENERATION if adapter is None else adapter.generation
 
 
 def sequence_seed(seed: int, index: int) -> int:

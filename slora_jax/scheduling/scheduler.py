@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator
 
@@ -28,6 +29,7 @@ from slora_jax.request import Sequence
 from slora_jax.scheduling.waiting import WaitingQueue
 
 NEARLY_FULL = 0.9  # of max_batch_size
+_generation = operator.attrgetter("sequence.generation")  # of a Chunk
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
@@ -322,7 +324,7 @@ class Scheduler:
                     break
                 adapter = sequence.adapter
                 alone = not self.running and not promised.kv  # intake saw to it that it fits
-                blocked |= not (alone or self._fits(sequence, promised))
+                blocked = blocked or not (alone or self._fits(sequence, promised))
                 can_run = can_run and not blocked
                 absent = adapter is not None and not adapter.resident
                 ready = adapter is None or self._seek(adapter, room=not blocked, waits=can_run)
@@ -395,8 +397,9 @@ class Scheduler:
     def _commit(self, plan: StepPlan) -> StepPlan:
         for chunks in (plan.decodes, plan.prefills):
             # An adapter's tokens lie side by side, so that kernels read its weights once.
-            chunks.sort(key=lambda chunk: chunk.sequence.generation)
-        for chunk in plan:
-            chunk.sequence.num_computed += chunk.count
-            chunk.sequence.pending += chunk.samples
+            chunks.sort(key=_generation)
+            for chunk in chunks:
+                sequence = chunk.sequence
+                sequence.num_computed += chunk.count
+                sequence.pending += chunk.samples
         return plan

@@ -134,7 +134,7 @@ class Scheduler:
         self._clock = clock
         self.running: dict[Sequence, None] = {}  # an ordered set, first admitted first
         self.preemptions = 0
-        self._delayed = 0  # steps in a row that took none of the prompts that wait for no slot
+        self._delayed = 0  # steps in a row in which prompts had slots, and none was taken
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
 
     def pages_for(self, tokens: int) -> int:
@@ -148,7 +148,7 @@ class Scheduler:
         longer = self._take_decodes(plan)  # those first: a long prompt never stalls them
         delayed = self._delays_prompts(plan, longer)
         gathering = bool(longer) or (bool(self._slots) and self.waiting.head() is not None)
-        self._delayed = self._delayed + 1 if gathering else 0  # also by `_take`
+        self._delayed = self._delayed + 1 if gathering else 0  # until `_take` takes one
         for sequence in longer:
             if sequence.slot is not None and not delayed:
                 self._take(plan, sequence)

@@ -147,8 +147,7 @@ class Scheduler:
         self._prefixes.record_all(self.running)  # what they have computed was launched since
         longer = self._take_decodes(plan)  # those first: a long prompt never stalls them
         delayed = self._delays_prompts(plan, longer)
-        gathering = bool(longer) or (bool(self._slots) and self.waiting.head() is not None)
-        self._delayed = self._delayed + 1 if gathering else 0  # until `_take` takes one
+        self._delayed = self._delayed + 1 if longer or self._next_joins() else 0  # until `_take` takes one
         for sequence in longer:
             if sequence.slot is not None and not delayed:
                 self._take(plan, sequence)
@@ -226,11 +225,10 @@ class Scheduler:
         full = min(self._room(plan), limits.max_chunk_tokens)
         tokens, prompts = sum(s.remaining for s in begun), len(begun)
         promised = _Promised(self._lacking_pages(begun))
-        turn = next(iter(self.running)).adapter
         with contextlib.closing(self.waiting.candidates()) as candidates:
             for sequence in itertools.islice(candidates, len(self._slots)):
                 adapter, prefix = sequence.adapter, self._prefixes.match(sequence)
-                if limits.one_adapter and adapter is not turn:
+                if not self._joins(sequence):
                     if prompts == len(begun):
                         return False  # the batch drains: nobody joins it any more
                     break
@@ -244,6 +242,16 @@ class Scheduler:
                 if tokens >= full or prompts >= limits.max_prefill_seqs:
                     break
         return 0 < tokens < full and prompts < limits.max_prefill_seqs
+
+    def _next_joins(self) -> bool:
+        """Whether somebody would be let in, but for pages, an adapter or the delay."""
+        sequence = self.waiting.head() if self._slots else None
+        return sequence is not None and self._joins(sequence)
+
+    def _joins(self, sequence: Sequence) -> bool:
+        """Whether a sequence may be in the batch, beside those of the one adapter that it has at a time."""
+        first = next(iter(self.running), sequence)
+        return not self._limits.one_adapter or sequence.adapter is first.adapter
 
     def _room(self, plan: StepPlan) -> int:
         """Tokens that chunks of prompts may still bring into a plan."""

@@ -146,8 +146,10 @@ def test_a_prompt_of_another_turn_fills_no_step(own: int, other: int, chunks: li
     """
     engine = filled(8, lora_mode="merge")
     load(engine, "a0", 1)
-    engine.add_request([5] * own, None, SamplingParams(max_tokens=2))
     engine.add_request([6] * other, "a0", SamplingParams(max_tokens=2))
+    for _ in range(9):  # however long it waits, it is none of those that gather
+        engine.step()
+    engine.add_request([5] * own, None, SamplingParams(max_tokens=2))
     plans = plans_of(engine)
     for _ in range(9):
         engine.step()

@@ -24,7 +24,7 @@ from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.outputs import FinishReason, RequestMetrics
-from slora_jax.request import DEFAULT_TENANT, Request, Sequence
+from slora_jax.request import DEFAULT_TENANT, Call, Request, Sequence
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.scheduling.early_abort import Overdue
 from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -104,39 +104,21 @@ class VirtualServer:
 
     def add(self, arrival: Arrival) -> Request:
         """Queue a request that arrived at `arrival.time`; raises LimitExceededError as an engine does."""
-        request = Request(
-            request_id=str(len(self.requests)),
-            prompt=None,
-            prompt_token_ids=[0] * arrival.prompt_len,
-            prompt_index=0,
-            adapter=arrival.adapter,
-            params=SamplingParams(max_tokens=arrival.output_len),
-            metrics=RequestMetrics(arrival.time, num_prompt_tokens=arrival.prompt_len),
-            tenant=arrival.tenant,
-            priority=arrival.priority,
-            deadline_s=arrival.deadline_s,
-        )
-        request.sequences = [
-            Sequence(
-                request=request,
-                index=i,
-                seed=i,
-                tokens=[0] * arrival.prompt_len,
-                prompt_len=arrival.prompt_len,
-                max_len=arrival.prompt_len + arrival.output_len,
-                stop_ids=frozenset(),
-                detokenizer=None,
-            )
-            for i in range(arrival.n)
-        ]
-        self.waiting.check([request])
-        if request.adapter is not None:
-            self.store.acquire(request.adapter)
-        self.requests.append(request)
-        self.live[request] = None
-        for sequence in request.sequences:
-            self.scheduler.add(sequence)
-        return request
+        return self.add_call([arrival])[0]
+
+    def add_call(self, arrivals: Iterable[Arrival]) -> list[Request]:
+        """Queue all requests of one call, or none."""
+        requests = [self._request(arrival, str(len(self.requests) + i)) for i, arrival in enumerate(arrivals)]
+        Call.of(requests)
+        self.waiting.check(requests)
+        for request in requests:
+            if request.adapter is not None:
+                self.store.acquire(request.adapter)
+            self.requests.append(request)
+            self.live[request] = None
+            for sequence in request.sequences:
+                self.waiting.add(sequence)
+        return requests
 
     def abort(self, request: Request, reason: str) -> None:
         """End what is left of a request."""
@@ -192,6 +174,35 @@ class VirtualServer:
     def write_adapter(self, staged: StagedCopy) -> None:
         self.loads += 1
         self._loaded_pages += len(staged.ids[0])
+
+    @staticmethod
+    def _request(arrival: Arrival, request_id: str) -> Request:
+        request = Request(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=[0] * arrival.prompt_len,
+            prompt_index=0,
+            adapter=arrival.adapter,
+            params=SamplingParams(max_tokens=arrival.output_len),
+            metrics=RequestMetrics(arrival.time, num_prompt_tokens=arrival.prompt_len),
+            tenant=arrival.tenant,
+            priority=arrival.priority,
+            deadline_s=arrival.deadline_s,
+        )
+        request.sequences = [
+            Sequence(
+                request=request,
+                index=i,
+                seed=i,
+                tokens=[0] * arrival.prompt_len,
+                prompt_len=arrival.prompt_len,
+                max_len=arrival.prompt_len + arrival.output_len,
+                stop_ids=frozenset(),
+                detokenizer=None,
+            )
+            for i in range(arrival.n)
+        ]
+        return request
 
     def _seconds(self, plan: StepPlan) -> float:
         cost = self.cost

@@ -39,7 +39,7 @@ from slora_jax.outputs import (
     RequestOutput,
     StreamEvent,
 )
-from slora_jax.request import DEFAULT_TENANT, GenerateRequest, Request, Sequence
+from slora_jax.request import DEFAULT_TENANT, Call, GenerateRequest, Request, Sequence
 from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -277,22 +277,23 @@ class Engine:
 
     def add_requests(self, asked: Seq[GenerateRequest]) -> None:
         """Queue all of these requests, or none: raises like `add_request` for the first that cannot be
-        served, and LimitExceededError where they exceed a limit together.
+        served, and LimitExceededError where they exceed a limit together. Early-abort gives up all of
+        them, or none once one has begun: nothing is computed in vain.
         """
-        self._enqueue(
-            [
-                self._intake.one(
-                    a.prompt,
-                    a.adapter_id,
-                    a.params,
-                    request_id=a.request_id,
-                    tenant=a.tenant,
-                    priority=a.priority,
-                    deadline_s=a.deadline_s,
-                )
-                for a in asked
-            ]
-        )
+        requests = [
+            self._intake.one(
+                a.prompt,
+                a.adapter_id,
+                a.params,
+                request_id=a.request_id,
+                tenant=a.tenant,
+                priority=a.priority,
+                deadline_s=a.deadline_s,
+            )
+            for a in asked
+        ]
+        Call.of(requests)
+        self._enqueue(requests)
 
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
@@ -551,7 +552,7 @@ class Engine:
         for request in requests:
             self._requests[request.request_id] = request
             for sequence in request.sequences:
-                self._scheduler.add(sequence)
+                self._scheduler.waiting.add(sequence)
 
     def _rewind(self) -> None:
         """After a step that broke off: sampled tokens that were not collected are computed again, to the same

@@ -36,8 +36,27 @@ class GenerateRequest:
 
 
 @dataclasses.dataclass(eq=False)
+class Call:
+    """Requests whose client takes all of their answers or none, as the prompts of one HTTP request.
+
+    Early-abort keeps or gives up all of them.
+    """
+
+    requests: list[Request]
+    begun: bool = False  # one of their sequences was admitted
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> Call:
+        """Make these one call."""
+        call = cls(requests)
+        for request in requests:
+            request.call = call
+        return call
+
+
+@dataclasses.dataclass(eq=False)
 class Request:
-    """What a client asked for; `n` sequences answer it."""
+    """What a client asked for; `n` sequences answer it. Its `call` is its own, unless `Call.of` was asked."""
 
     request_id: str
     prompt: str | None
@@ -50,6 +69,10 @@ class Request:
     priority: int = 0  # lower is earlier, as in vLLM
     deadline_s: float | None = None  # seconds after arrival by which it must have ended
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    call: Call = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.call = Call([self])
 
     @property
     def adapter_id(self) -> str | None:
@@ -88,6 +111,11 @@ class Sequence:
     pending: int = 0
     finish_reason: FinishReason | None = None
     rank: tuple[float, int] = (0.0, 0)  # its place in the queue, the waiting queue's to give
+    generation: int = dataclasses.field(init=False)  # of its adapter, or the base's: what its KV belongs to
+
+    def __post_init__(self) -> None:
+        adapter = self.request.adapter
+        self.generation = BASE_GENERATION if adapter is None else adapter.generation
 
     @property
     def num_tokens(self) -> int:
@@ -106,12 +134,6 @@ class Sequence:
     @property
     def adapter(self) -> Adapter | None:
         return self.request.adapter
-
-    @property
-    def generation(self) -> int:
-        """Of its adapter, BASE_GENERATION without one: what its KV belongs to."""
-        adapter = self.request.adapter
-        return BASE_GENERATION if adapter is None else adapter.generation
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -65,6 +65,11 @@ class Adapter:
         return self.state in ("reading", "staged") or (self.fresh and self.host is not None)
 
     @property
+    def near(self) -> bool:
+        """Whether it is resident, or on its way."""
+        return self.resident or self.coming
+
+    @property
     def num_pages(self) -> int:
         """Pages that it takes of the pool: what its weights need, or a whole slot."""
         return self.slot_pages or self.shape.layout.num_pages

@@ -72,11 +72,12 @@ class PagePool:
         if n > len(free):
             return None
         pages = [free.pop() for _ in range(n)]
+        kinds, references, new = self._kind, self._references, _KINDS[kind]
         for page in pages:
-            self._kind[page] = _KINDS[kind]
-            self._references[page] = 1
+            kinds[page] = new
+            references[page] = 1
         self._counts[FREE] -= n
-        self._counts[_KINDS[kind]] += n
+        self._counts[new] += n
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
@@ -87,14 +88,16 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> None:
         """One reference fewer to each page; a page without references is free again."""
+        kinds, references, counts = self._kind, self._references, self._counts  # thousands, where many end
         for page in pages:
-            assert self._references[page] > 0, f"page {page} released more often than allocated"
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                kind = self._kind[page]
-                self._counts[kind] -= 1
-                self._counts[FREE] += 1
-                self._kind[page] = FREE
+            left = references[page] - 1
+            assert left >= 0, f"page {page} released more often than allocated"
+            references[page] = left
+            if not left:
+                kind = kinds[page]
+                kinds[page] = FREE
+                counts[kind] -= 1
+                counts[FREE] += 1
                 (self._free if kind == KV else self._free_adapter).append(page)
 
     def check_integrity(

@@ -170,22 +170,22 @@ class Reclaimer:
         """It is here for a use that is yet to come: worth half a use now, at least."""
         thing.usage = max(thing.usage, self._now / HALF_LIFE - 1)
 
-    def fits(self, *, kv: int, adapter: int, keep_prefix: int = 0, keep_adapter: int = 0) -> bool:
-        """Whether pages for both uses are free or idle, beside idle ones that must stay; O(1)."""
+    def fits(self, *, kv: int, adapter: int) -> bool:
+        """Whether pages for both uses are free or idle; O(1)."""
         if self.pool.unified:
-            return self.can_make_room(kv + adapter, keep_prefix + keep_adapter)
-        return self.can_make_room(kv, keep_prefix) and self.can_make_room(adapter, keep_adapter, "adapter")
+            return self.can_make_room(kv + adapter)
+        return self.can_make_room(kv) and self.can_make_room(adapter, "adapter")
 
-    def can_make_room(self, pages: int, keep: int = 0, kind: PageKind = "kv") -> bool:
-        """Whether `pages` for a use are free or idle, beside `keep` idle ones that must stay; O(1)."""
-        return self.pool.free_for(kind) + self.idle_pages(kind) - keep >= pages
+    def can_make_room(self, pages: int, kind: PageKind = "kv") -> bool:
+        """Whether `pages` for a use are free or idle; O(1)."""
+        return self.pool.free_for(kind) + self.idle_pages(kind) >= pages
 
     def make_room(self, pages: int, kind: PageKind = "kv") -> bool:
         """Evict the least valuable idle things until `pages` are free for a use; all or nothing."""
         free_for = self.pool.free_for
         if free_for(kind) >= pages:
             return True
-        if not self.can_make_room(pages, kind=kind):
+        if not self.can_make_room(pages, kind):
             return False
         slack = self._slack if self.pool.unified or kind == "kv" else 0  # a slot more is an adapter less
         enough = min(pages + slack, free_for(kind) + self.idle_pages(kind))

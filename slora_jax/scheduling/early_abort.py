@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import math
 
-from slora_jax.request import Request
+from slora_jax.request import Call, Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +73,18 @@ class MovingBound:
 
 
 class EarlyAbort:
-    """Which requests to give up, given the rates at which others arrive and are taken. O(1) a request.
+    """Which calls to give up, given the rates at which others arrive and are taken. O(1) a request.
 
-    Let T be the target and p the time from a request's start to its first token. Those whose age plus p
-    exceeds T are late whatever happens. While arrivals come at least as fast as requests are taken (mu a
-    second, measured while some wait, a standard deviation in their favour), only the latest mu * (T - p) can
-    be in time; older ones are given up.
+    One that has begun is never given up. Let T be the target and p the time from a request's start to its
+    first token. Those whose age plus p exceeds T are late whatever happens. While calls come at least as fast
+    as they are begun (mu a second, measured while some wait, a standard deviation in their favour), only the
+    latest mu * (T - p) can be in time; older ones are given up.
     """
 
     def __init__(self, target_s: float) -> None:
         self._target = target_s
-        self._waiting: collections.OrderedDict[Request, None] = collections.OrderedDict()  # oldest first
+        # Calls that have not begun, oldest first, and their requests that may be taken.
+        self._waiting: collections.OrderedDict[Call, dict[Request, None]] = collections.OrderedDict()
         self._arrivals, self._service = MovingRate(3 * target_s), MovingRate(3 * target_s)
         self._first_token = MovingBound()
         self._then: float | None = None
@@ -88,20 +92,29 @@ class EarlyAbort:
         self._arrived = self._started = 0  # since _then
 
     def add(self, request: Request) -> None:
-        """It has arrived (once, whatever its number of sequences)."""
-        if request not in self._waiting:
-            self._waiting[request] = None
+        """It may be taken from now on; once more for each of its sequences has no effect."""
+        call = request.call
+        if call.begun:
+            return
+        if call not in self._waiting:
+            self._waiting[call] = {}
             self._arrived += 1
+        self._waiting[call][request] = None
 
     def started(self, request: Request) -> None:
-        """One of its sequences was admitted: it is not given up any more."""
-        if request in self._waiting:
-            del self._waiting[request]
+        """One of its sequences was admitted."""
+        call = request.call
+        call.begun = True
+        if self._waiting.pop(call, None) is not None:
             self._started += 1
 
     def forget(self, request: Request) -> None:
         """It has ended."""
-        self._waiting.pop(request, None)
+        requests = self._waiting.get(request.call)
+        if requests is not None:
+            requests.pop(request, None)
+            if not requests:
+                del self._waiting[request.call]
 
     def first_token(self, request: Request) -> None:
         """It has its first token."""
@@ -110,7 +123,7 @@ class EarlyAbort:
         self._first_token.add(metrics.first_token_time - metrics.first_scheduled_time)
 
     def late(self, now: float, *, idle: bool) -> list[Overdue]:
-        """Take out the requests to give up. Once a step, before any is admitted.
+        """Take out the calls to give up, and list their requests. Once a step, before any is admitted.
 
         `idle`: nothing runs, so what first tokens took before (a step that compiled, a full batch) says
         little; who is in time by now is served, and measured anew.
@@ -120,15 +133,25 @@ class EarlyAbort:
         keep = len(self._waiting)
         if self._service.observed >= self._target and self._arrivals.value >= self._service.upper:
             keep = max(1, int(self._service.upper * room))
-        late: list[tuple[Request, float]] = []
-        for request in self._waiting:
-            waited = now - request.metrics.arrival_time
+        late: list[tuple[Call, float]] = []
+        for call in self._waiting:
+            waited = now - _arrival(call)
             if waited <= room and len(self._waiting) - len(late) <= keep:
                 break
-            late.append((request, waited))
-        for request, _ in late:
-            del self._waiting[request]
-        return [Overdue(request, self._reason(waited), self._drain_s) for request, waited in late]
+            late.append((call, waited))
+        for call, _ in late:
+            del self._waiting[call]
+        given_up = [(r, waited) for call, waited in late for r in call.requests if not r.finished]
+        if given_up:
+            logger.info(
+                "early-abort gave up %d requests, the oldest after %.2f s: their first tokens would miss "
+                "ttft_target_s %g (%s)",
+                len(given_up),
+                given_up[0][1],
+                self._target,
+                self._rates,
+            )
+        return [Overdue(r, _reason(waited, self._drain_s), self._drain_s) for r, waited in given_up]
 
     @property
     def _drain_s(self) -> float:
@@ -143,14 +166,23 @@ class EarlyAbort:
         if self._then is not None:
             self._arrivals.add(self._arrived, now - self._then)
             oldest = next(iter(self._waiting), None)
-            if oldest is not None and oldest.metrics.arrival_time <= self._then:  # was left waiting then
+            if oldest is not None and _arrival(oldest) <= self._then:  # was left waiting then
                 self._full_for = now - self._then
         self._then = now
         self._arrived = self._started = 0
 
-    def _reason(self, waited: float) -> str:
-        return (
-            f"given up after {waited:.2f} s: its first token would miss the target of {self._target:g} s "
-            f"({self._arrivals.value:.2f} requests/s arrive, {self._service.value:.2f} are served); "
-            "retry later, or raise ttft_target_s"
-        )
+    @property
+    def _rates(self) -> str:
+        if not self._service.observed:
+            return "no rates were measured yet"
+        return f"{self._arrivals.value:.2f} calls/s arrive, {self._service.value:.2f} are served"
+
+
+def _arrival(call: Call) -> float:
+    return call.requests[0].metrics.arrival_time
+
+
+def _reason(waited: float, retry_after_s: float) -> str:
+    """For the client, who can do nothing about settings and rates. The seconds are those of Retry-After."""
+    retry = max(1, math.ceil(retry_after_s))
+    return f"given up after {waited:.2f} s: its first token would come too late; retry in {retry} s"

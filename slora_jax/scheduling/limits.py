@@ -27,7 +27,8 @@ class Limit:
     max_queue: int | None = None
 
     def __bool__(self) -> bool:
-        return not self.max_concurrency is self.tokens_per_minute is self.max_queue is None
+        numbers = self.max_concurrency, self.tokens_per_minute, self.max_queue
+        return any(number is not None for number in numbers)
 
 
 @dataclasses.dataclass(eq=False)

@@ -127,7 +127,7 @@ def _in_batch(adapter: Adapter | None) -> bool:
 
 
 def _on_hand(adapter: Adapter | None) -> bool:
-    return adapter is None or adapter.resident or adapter.coming
+    return adapter is None or adapter.near
 
 
 Seekers = dict[Adapter, "dict[ClusterOrder, None]"]  # adapter -> orders where a sequence waits for it
@@ -198,7 +198,7 @@ class ClusterOrder:
         self._passes.left(sequence)
 
     def came_near(self, adapter: Adapter) -> None:
-        """An adapter of `seekers` was brought into the batch, or is being loaded."""
+        """An adapter of `seekers` was brought into the batch or the pool, or is on its way."""
         first = self._of[adapter].head()
         assert first is not None
         self._put_near(first)

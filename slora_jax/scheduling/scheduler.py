@@ -16,18 +16,20 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator
 
 from slora_jax.config import EngineConfig
 from slora_jax.lora.loader import AdapterLoader
-from slora_jax.lora.store import AdapterStore
-from slora_jax.memory.prefix_cache import PrefixCache
+from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.memory.prefix_cache import CachedPage, PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.request import Sequence
 from slora_jax.scheduling.waiting import WaitingQueue
 
 NEARLY_FULL = 0.9  # of max_batch_size
+_generation = operator.attrgetter("sequence.generation")  # of a Chunk
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
@@ -57,6 +59,22 @@ class StepPlan:
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
+
+
+@dataclasses.dataclass
+class _Promised:
+    """Pages that the next in order leaves to others; `generations`: whose adapters are among them."""
+
+    kv: int
+    adapter: int = 0
+    generations: set[int] = dataclasses.field(default_factory=set)
+
+    def add(self, kv: int, adapter: Adapter | None, adapter_pages: int) -> None:
+        """So many more, for a sequence and for its adapter."""
+        self.kv += kv
+        if adapter is not None and adapter.generation not in self.generations:
+            self.generations.add(adapter.generation)
+            self.adapter += adapter_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +134,8 @@ class Scheduler:
         self._clock = clock
         self.running: dict[Sequence, None] = {}  # an ordered set, first admitted first
         self.preemptions = 0
-        self._delayed = 0  # steps in a row that took no prompt though there was room
+        self._delayed = 0  # steps in a row in which prompts had slots, and none was taken
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
-
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.add(sequence)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold the KV of so many tokens."""
@@ -132,13 +147,13 @@ class Scheduler:
         self._prefixes.record_all(self.running)  # what they have computed was launched since
         longer = self._take_decodes(plan)  # those first: a long prompt never stalls them
         delayed = self._delays_prompts(plan, longer)
-        self._delayed = self._delayed + 1 if delayed else 0
+        self._delayed = self._delayed + 1 if longer or self._next_joins() else 0  # until `_take` takes one
         for sequence in longer:
             if sequence.slot is not None and not delayed:
                 self._take(plan, sequence)
         self._adapters.touch_anew()
         if self.waiting:
-            self._admit_waiting(plan, delayed)
+            self._admit_waiting(plan, longer, delayed)
         return self._commit(plan)
 
     def finish(self, sequence: Sequence) -> None:
@@ -198,7 +213,8 @@ class Scheduler:
 
         Sequences end one by one. A prefill for each as its slot falls free would read the weights and pad the
         step for a few tokens every time; eight together cost little more than one. The rest of a prompt whose
-        beginning filled a step (one of those `begun`) gathers with them.
+        beginning filled a step (one of those `begun`) gathers with them. Those that wait for an adapter, or
+        behind one that lacks pages, could not run anyway, and what is cached of a prompt is no work.
         """
         limits = self._limits
         if (
@@ -206,11 +222,36 @@ class Scheduler:
             or self._delayed >= limits.prefill_delay_steps
         ):
             return False
+        full = min(self._room(plan), limits.max_chunk_tokens)
+        tokens, prompts = sum(s.remaining for s in begun), len(begun)
+        promised = _Promised(self._lacking_pages(begun))
         with contextlib.closing(self.waiting.candidates()) as candidates:
-            following = list(itertools.islice(candidates, len(self._slots)))
-        tokens = sum(s.remaining for s in begun)
-        tokens += sum(s.remaining for s in following if s.adapter is None or s.adapter.resident)
-        return 0 < tokens < min(self._room(plan), limits.max_chunk_tokens)
+            for sequence in itertools.islice(candidates, len(self._slots)):
+                adapter, prefix = sequence.adapter, self._prefixes.match(sequence)
+                if not self._joins(sequence):
+                    if prompts == len(begun):
+                        return False  # the batch drains: nobody joins it any more
+                    break
+                kv, adapter_pages = self._need(sequence, prefix, promised)
+                promised.add(kv, adapter, adapter_pages)
+                if sequence.pending or not self._reclaim.fits(kv=promised.kv, adapter=promised.adapter):
+                    break
+                if adapter is None or adapter.resident:
+                    tokens += sequence.remaining - len(prefix) * limits.page_tokens
+                    prompts += 1
+                if tokens >= full or prompts >= limits.max_prefill_seqs:
+                    break
+        return 0 < tokens < full and prompts < limits.max_prefill_seqs
+
+    def _next_joins(self) -> bool:
+        """Whether somebody would be let in, but for pages, an adapter or the delay."""
+        sequence = self.waiting.head() if self._slots else None
+        return sequence is not None and self._joins(sequence)
+
+    def _joins(self, sequence: Sequence) -> bool:
+        """Whether a sequence may be in the batch, beside those of the one adapter that it has at a time."""
+        first = next(iter(self.running), sequence)
+        return not self._limits.one_adapter or sequence.adapter is first.adapter
 
     def _room(self, plan: StepPlan) -> int:
         """Tokens that chunks of prompts may still bring into a plan."""
@@ -234,6 +275,7 @@ class Scheduler:
             return
         chunk = Chunk(sequence, sequence.num_computed, count, samples=count == sequence.remaining)
         (plan.decodes if count == 1 else plan.prefills).append(chunk)
+        self._delayed = 0
 
     def _ensure_pages(self, plan: StepPlan, sequence: Sequence, tokens: int) -> bool:
         """Grow a running sequence to `tokens`; preempts younger sequences, at last itself (then False)."""
@@ -267,7 +309,7 @@ class Scheduler:
         if sequence.adapter is not None:
             self._adapters.end_use(sequence.adapter)
 
-    def _admit_waiting(self, plan: StepPlan, delayed: bool) -> None:
+    def _admit_waiting(self, plan: StepPlan, begun: list[Sequence], delayed: bool) -> None:
         """Let waiting sequences in, in their order, as budget, slots and pages allow; none where `delayed`.
 
         One whose adapter is not resident yet is passed over while it is loaded, but those behind it are let
@@ -276,9 +318,7 @@ class Scheduler:
         `one_adapter`, the first one of another than the batch's stops all behind it, too.
         """
         limits = self._limits
-        lacking = sum(map(self._lacking, self.running))
-        ahead = ahead_adapters = 0  # pages that those passed over will need, and their adapters
-        counted: set[int] = set()  # generations whose pages are in `ahead`
+        promised = _Promised(self._lacking_pages(begun))
         blocked = False
         turn = next(iter(self.running), None)  # with one_adapter: whose adapter the batch has
         now = self._clock()
@@ -291,47 +331,57 @@ class Scheduler:
                 if sequence.pending or (not can_run and index >= limits.lookahead):
                     break
                 adapter = sequence.adapter
-                known = adapter is None or adapter.generation in counted
-                alone = not self.running and not ahead  # intake saw to it that it fits
-                blocked |= not (alone or self._fits(sequence, lacking + ahead, ahead_adapters, known))
+                alone = not self.running and not promised.kv  # intake saw to it that it fits
+                blocked = blocked or not (alone or self._fits(sequence, promised))
                 can_run = can_run and not blocked
                 absent = adapter is not None and not adapter.resident
-                ready = adapter is None or self._loader.seek(adapter, room=not blocked, waits=can_run)
+                ready = adapter is None or self._seek(adapter, room=not blocked, waits=can_run)
                 if absent and ready:  # at once; the room for it may have been its own prefix
-                    can_run = can_run and (
-                        alone or self._fits(sequence, lacking + ahead, ahead_adapters, known)
-                    )
+                    can_run = can_run and (alone or self._fits(sequence, promised))
                 if ready and can_run:
                     self._start(sequence, now)
                     self._take(plan, sequence)
-                    lacking += self._lacking(sequence)
+                    promised.kv += self._lacking(sequence)
                     continue
-                ahead += self.pages_for(sequence.num_tokens)
-                if adapter is not None and not known:
-                    counted.add(adapter.generation)
+                coming = adapter.num_pages if adapter is not None and adapter.pages is None else 0
+                promised.add(self.pages_for(sequence.num_tokens), adapter, coming)
+                if adapter is not None:
                     self._adapters.touch(adapter)
-                    ahead_adapters += adapter.num_pages if adapter.pages is None else 0
 
-    def _fits(self, sequence: Sequence, beside: int, beside_adapters: int, known: bool) -> bool:
-        """Whether a waiting sequence could be let in, `beside` pages that others need and those that their
-        adapters do; `known`: its adapter's are among these.
+    def _seek(self, adapter: Adapter, *, room: bool, waits: bool) -> bool:
+        """`AdapterLoader.seek`; all orders, those of other tenants too, are told of one that comes."""
+        near = adapter.near
+        ready = self._loader.seek(adapter, room=room, waits=waits)
+        if adapter.near and not near:
+            self.waiting.came_near(adapter)
+        return ready
+
+    def _fits(self, sequence: Sequence, promised: _Promised) -> bool:
+        """Whether a waiting sequence could be let in beside what is promised to others.
 
         All of its prompt, beside what running ones lack of theirs and a page for their next tokens: who is
         let in for less is preempted before it samples, and computes its prompt in vain.
         """
-        adapter, prefix = sequence.adapter, self._prefixes.match(sequence)
-        own = keep = 0
-        if adapter is not None and not known:
-            if adapter.pages is None:
-                own = adapter.num_pages
-            elif self._adapters.is_idle(adapter):
-                keep = adapter.num_pages
-        return self._reclaim.fits(
-            kv=beside + self.pages_for(sequence.num_tokens) - len(prefix),
-            adapter=beside_adapters + own,
-            keep_prefix=sum(not node.users for node in prefix),
-            keep_adapter=keep,
-        )
+        kv, adapter = self._need(sequence, self._prefixes.match(sequence), promised)
+        return self._reclaim.fits(kv=promised.kv + kv, adapter=promised.adapter + adapter)
+
+    def _need(self, sequence: Sequence, prefix: list[CachedPage], promised: _Promised) -> tuple[int, int]:
+        """Free or idle pages that a waiting sequence would take: for KV behind its cached prefix, and for its
+        adapter where these are not promised yet.
+        """
+        adapter, adapter_pages = sequence.adapter, 0
+        if (
+            adapter is not None
+            and adapter.generation not in promised.generations
+            and (adapter.pages is None or self._adapters.is_idle(adapter))
+        ):
+            adapter_pages = adapter.num_pages
+        in_use = sum(node.users > 0 for node in prefix)
+        return self.pages_for(sequence.num_tokens) - in_use, adapter_pages
+
+    def _lacking_pages(self, begun: list[Sequence]) -> int:
+        """`_lacking` of all that run: one each, and more of those whose prompts have only `begun`."""
+        return len(self.running) + sum(self._lacking(s) - 1 for s in begun if s.slot is not None)
 
     def _lacking(self, sequence: Sequence) -> int:
         """Pages that a running sequence lacks of its prompt, and one for its next tokens."""
@@ -355,8 +405,9 @@ class Scheduler:
     def _commit(self, plan: StepPlan) -> StepPlan:
         for chunks in (plan.decodes, plan.prefills):
             # An adapter's tokens lie side by side, so that kernels read its weights once.
-            chunks.sort(key=lambda chunk: chunk.sequence.generation)
-        for chunk in plan:
-            chunk.sequence.num_computed += chunk.count
-            chunk.sequence.pending += chunk.samples
+            chunks.sort(key=_generation)
+            for chunk in chunks:
+                sequence = chunk.sequence
+                sequence.num_computed += chunk.count
+                sequence.pending += chunk.samples
         return plan

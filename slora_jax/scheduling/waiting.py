@@ -121,7 +121,7 @@ class WaitingQueue:
             self._early.started(sequence.request)
 
     def came_near(self, adapter: Adapter) -> None:
-        """An adapter was brought into the batch, or is being loaded though nobody near his turn asked."""
+        """An adapter was brought into the batch or the pool, or is on its way, whoever asked for it."""
         for order in self._seekers.get(adapter, ()):
             order.came_near(adapter)
 
@@ -163,7 +163,7 @@ class WaitingQueue:
                 reason = f"not finished within its deadline_s of {request.deadline_s:g} s"
                 found.append(Overdue(request, reason))
         if self._early is not None:
-            found += [late for late in self._early.late(now, idle=idle) if not late.request.finished]
+            found += self._early.late(now, idle=idle)
         return found
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
@@ -178,7 +178,7 @@ class WaitingQueue:
     def _let_through(self, sequence: Sequence) -> None:
         """No limit holds it back (any more)."""
         self._order.add(sequence)
-        if self._early is not None and sequence.request.metrics.first_scheduled_time is None:
+        if self._early is not None:
             self._early.add(sequence.request)
 
     def _hold(self, sequence: Sequence) -> None:

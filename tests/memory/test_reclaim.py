@@ -145,7 +145,7 @@ def test_nothing_goes_where_it_would_not_be_enough() -> None:
     adapters.keep("a", 5)
     prefixes.keep("p", 5)
     assert reclaim.can_make_room(20)
-    assert not reclaim.can_make_room(20, keep=1)
+    assert not reclaim.can_make_room(21)
     assert not reclaim.make_room(21)
     assert adapters.evicted == prefixes.evicted == []
     assert reclaim.make_room(20)

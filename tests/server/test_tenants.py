@@ -10,6 +10,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from slora_jax.engine import Engine
 from slora_jax.runner import InFlight
 from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.simulated_engine import simulated_engine
@@ -83,10 +84,8 @@ def test_of_several_prompts_over_a_limit_none_is_left_behind() -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def slow_engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """One that serves one sequence at a time, in steps of 20 ms, and wants first tokens within 100 ms."""
     engine = simulated_engine(
         num_pages=60, max_batch_size=1, max_step_tokens=16, scheduling_policy="early-abort", ttft_target_s=0.1
     )
@@ -97,6 +96,37 @@ def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
         return launch(plan)
 
     monkeypatch.setattr(engine._runner, "launch", slow)
+    return engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_several_prompts_early_abort_serves_all_or_none(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    engine = slow_engine(monkeypatch)
+    several = {"prompt": [[1], [2], [3]], "max_tokens": 12, "stream": stream}
+    with serve(engine) as live:
+        served = live.post("/v1/completions", several)
+        assert served.status_code == 200
+        assert "error" not in served.text
+        assert (engine.stats().requests_finished, refusals(live)) == (3, {})
+        running = threading.Thread(
+            target=live.post, args=("/v1/completions", {"prompt": [1], "max_tokens": 60})
+        )
+        running.start()
+        wait_for(lambda: engine.stats().num_running == 1)
+        assert live.post("/v1/completions", several).status_code == 503
+        running.join()
+        assert engine.stats().output_tokens == 3 * 12 + 60
+        assert refusals(live) == {("model", "default", "early-abort"): 3}
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    engine = slow_engine(monkeypatch)
     with serve(engine) as live:
         running = threading.Thread(
             target=live.post, args=("/v1/completions", {"prompt": [1], "max_tokens": 60})
@@ -108,7 +138,7 @@ def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
         assert response.headers["retry-after"] == "1"
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("ServiceUnavailableError", 503)
-        assert "ttft_target_s" in error["message"]
+        assert error["message"].endswith("its first token would come too late; retry in 1 s")
         running.join()
         after = live.post("/v1/completions", {"prompt": [2], "max_tokens": 2, "stream": stream})
         assert after.status_code == 200

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 
 import jax
@@ -140,7 +140,8 @@ class Engine:
             taken_ids=self._requests,
         )
         self._in_flight: InFlight | None = None
-        self._undelivered: list[StreamEvent] = []
+        self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
+        self._others: dict[str, list[StreamEvent]] = {}  # that `_run` met, for `step`; by request id
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens", "output_tokens", "finished", "aborted", "failed"), 0
         )
@@ -300,6 +301,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return []
+        self._claim({request_id})
         earlier = [e for e in self._undelivered if e.request_id == request_id]
         self._undelivered = [e for e in self._undelivered if e.request_id != request_id]
         return earlier + self._end(request, "abort")
@@ -309,28 +311,12 @@ class Engine:
 
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
-        started = time.perf_counter()
-        for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
-            self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
-        try:
-            self._planned = plan = self._schedule()
-            launched = self._runner.launch(plan) if plan else None
-            if self._in_flight is not None:
-                self._undelivered += self._collect(self._in_flight)
-        except BaseException:  # Ctrl-C above all
-            self._rewind()
-            raise
-        self._in_flight = launched
-        if launched is None:
-            self._last_plan = plan
-        else:
-            self._count(plan, time.perf_counter() - started)
-        events, self._undelivered = self._undelivered, []
-        return events
+        self._claim(self._others.keys())
+        return self._step()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests or self._in_flight or self._undelivered)
+        return bool(self._requests or self._in_flight or self._undelivered or self._others)
 
     # -- adapters --
 
@@ -464,6 +450,26 @@ class Engine:
 
     # -- inside --
 
+    def _step(self) -> list[StreamEvent]:
+        started = time.perf_counter()
+        for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
+            self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
+        try:
+            self._planned = plan = self._schedule()
+            launched = self._runner.launch(plan) if plan else None
+            if self._in_flight is not None:
+                self._undelivered += self._collect(self._in_flight)
+        except BaseException:  # Ctrl-C above all
+            self._rewind()
+            raise
+        self._in_flight = launched
+        if launched is None:
+            self._last_plan = plan
+        else:
+            self._count(plan, time.perf_counter() - started)
+        events, self._undelivered = self._undelivered, []
+        return events
+
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
         """Step until these requests have ended, yielding their events; others' wait for the next `step`.
 
@@ -472,21 +478,29 @@ class Engine:
         mine = {r.request_id for r in requests}
         try:
             self._enqueue(requests, queue_limits=False)
-            while not all(r.finished for r in requests) or any(
-                e.request_id in mine for e in self._undelivered
-            ):
-                events = self.step()
-                self._undelivered += [e for e in events if e.request_id not in mine]
+            while self._claim(mine) or not all(r.finished for r in requests):
+                events = self._step()
+                for event in events:
+                    if event.request_id not in mine:
+                        self._others.setdefault(event.request_id, []).append(event)
                 yield from (e for e in events if e.request_id in mine)
         finally:
             for request in requests:
                 if self._requests.get(request.request_id) is request:
                     self.abort(request.request_id)
+            self._claim(mine)
             self._undelivered = [e for e in self._undelivered if e.request_id not in mine]
             if not self._requests and self._in_flight is not None:
                 # The step ahead, whose tokens nobody wants. A process must not exit while it runs.
                 self._undelivered += self._collect(self._in_flight)
                 self._in_flight = None
+
+    def _claim(self, request_ids: Set[str]) -> bool:
+        """Have the next step hand out what `_run` kept of these requests; False where that is nothing."""
+        found = [request_id for request_id in self._others if request_id in request_ids]
+        kept = [event for request_id in found for event in self._others.pop(request_id)]
+        self._undelivered = kept + self._undelivered
+        return bool(found)
 
     def _schedule(self) -> StepPlan:
         """The next step's plan. Where nothing can run before an adapter is loaded, wait for it, but not for

@@ -414,11 +414,12 @@ class Engine:
         """What the engine is at, for the log of one that hangs: its last step, requests, adapters in
         transfer. Safe in any thread, also while `step` runs.
         """
-        plan, requests = self._planned, list(self._requests)
+        plan, packed, requests = self._planned, self._runner.packed, list(self._requests)
+        shape = f" (shape: {packed[1]})" if packed is not None and packed[0] is plan else ""
         stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
         return (
             f"the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks of "
-            f"prompts, {plan.num_tokens} tokens (shape: {self._runner.shape}), of requests {_some(stepped)}; "
+            f"prompts, {plan.num_tokens} tokens{shape}, of requests {_some(stepped)}; "
             f"{len(requests)} requests have not ended: {_some(requests)}; "
             f"adapters in transfer: {_some(self._loader.under_way())}"
         )

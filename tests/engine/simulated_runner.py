@@ -88,7 +88,7 @@ class SimulatedRunner:
         self.merges = config.lora_mode == "merge"
 
     stages_adapters = False
-    shape = None
+    packed = None
     pinned_host_limit: int | None = None
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:

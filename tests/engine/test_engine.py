@@ -13,8 +13,11 @@ import pytest
 
 import slora_jax.runner
 from slora_jax import AdapterExistsError, SamplingParams, UnknownAdapterError
+from slora_jax.batch import StepShape
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import AdapterTransfer
+from slora_jax.programs import Program
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.tiny_engine import ADAPTERS, GREEDY, PROMPTS, make_engine
 from tests.lora.peft_files import write_peft_adapter
 
@@ -383,3 +386,26 @@ def test_what_is_under_way_names_the_steps_shape_and_the_requests(engine: Engine
     engine.abort("mine")
     while engine.has_unfinished():
         engine.step()
+
+
+def test_the_shape_of_another_step_is_never_told_as_the_planned_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = engine._runner
+    told: list[tuple[StepShape | None, str]] = []
+    build, program = runner._batches.build, runner.program
+
+    def building(plan: StepPlan) -> tuple[StepShape, np.ndarray]:
+        told.append((None, engine.under_way()))
+        return build(plan)
+
+    def running(shape: StepShape) -> Program:
+        told.append((shape, engine.under_way()))
+        return program(shape)
+
+    monkeypatch.setattr(runner._batches, "build", building)
+    monkeypatch.setattr(runner, "program", running)
+    engine.generate([[1] * 20], None, GREEDY)
+    assert len({shape for shape, _ in told}) >= 3  # none yet, a prompt's, a decode's
+    for shape, text in told:
+        assert (f"tokens (shape: {shape}), of" if shape else "tokens, of requests") in text

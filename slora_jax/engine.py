@@ -262,37 +262,16 @@ class Engine:
         (prompt, parameters or sizes that cannot be served, with the limit), UnknownAdapterError, or
         LimitExceededError (a limit of its tenant or adapter; `retry_after_s` says when to come back).
         """
+        own_id = self._intake.new_id() if request_id is None else request_id
         params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._intake.one(
-            prompt,
-            adapter_id,
-            params,
-            request_id=request_id,
-            tenant=tenant,
-            priority=priority,
-            deadline_s=deadline_s,
-        )
-        self._enqueue([request])
-        return request.request_id
+        self.add_requests([GenerateRequest(own_id, prompt, adapter_id, params, tenant, priority, deadline_s)])
+        return own_id
 
     def add_requests(self, asked: Seq[GenerateRequest]) -> None:
         """Queue all of these requests, or none: raises like `add_request` for the first that cannot be
         served, and LimitExceededError where they exceed a limit together.
         """
-        self._enqueue(
-            [
-                self._intake.one(
-                    a.prompt,
-                    a.adapter_id,
-                    a.params,
-                    request_id=a.request_id,
-                    tenant=a.tenant,
-                    priority=a.priority,
-                    deadline_s=a.deadline_s,
-                )
-                for a in asked
-            ]
-        )
+        self._enqueue([self._intake.one(one) for one in asked])
 
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has

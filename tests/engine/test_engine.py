@@ -226,6 +226,8 @@ def test_arguments_of_another_kind_are_refused_by_name(
         engine.generate(*arguments)
     with pytest.raises(ValueError, match="request_id must be a string, got 5"):
         engine.add_request([1], request_id=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="request_id must not be empty"):
+        engine.add_request([1], request_id="")
     assert not engine.has_unfinished()
 
 

@@ -171,7 +171,7 @@ def test_generate_waits_for_a_read_also_while_events_of_others_are_kept(others: 
 def test_a_step_that_has_events_to_hand_out_waits_for_no_read() -> None:
     bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
     bench.register("a", 7)
-    bench.engine._loader.wait = lambda _: pytest.fail("it waited")  # type: ignore[method-assign]
+    bench.engine._loader.wait = lambda timeout: pytest.fail("it waited")  # type: ignore[method-assign]
     bench.engine.add_request([9], None, SamplingParams(max_tokens=2))
     bench.engine.generate([[5, 6]], sampling_params=SamplingParams(max_tokens=9))
     bench.engine.add_request([1, 2], "a", SamplingParams(max_tokens=4))

@@ -46,6 +46,7 @@ from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
 from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
+from slora_jax.workers import DaemonWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +208,8 @@ class AsyncEngine:
         self._routes: dict[str, _Route] = {}
         self._stats_time = 0.0
         self._moved_at: float | None = None  # when a step last completed, or work began; None: idle
-        self._loader = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="adapter-loader")
+        self._loaders = DaemonWorkers(2, "adapter-loader")
+        self._reads: set[asyncio.Future[Any]] = set()  # of loads that callers wait for
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -285,8 +287,8 @@ class AsyncEngine:
         Raises AdapterError, AdapterExistsError, FileNotFoundError of the engine; nothing is registered then.
         """
         self._check_accepting()
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(self._loader, self._engine.prepare_adapter, path)
+        what = f"the read of adapter '{name}' from {os.fspath(path)}"
+        prepared = await self._read(what, path)
 
         def register() -> AdapterInfo:
             info = self._engine.load_adapter(name, prepared, replace=replace)
@@ -295,6 +297,20 @@ class AsyncEngine:
             return info
 
         return await self._call(register)
+
+    async def _read(self, what: str, path: str | os.PathLike[str]) -> Any:
+        """What `prepare_adapter` makes of a folder; ShuttingDownError where a shutdown comes before it."""
+        reading = asyncio.wrap_future(self._loaders.submit(what, self._engine.prepare_adapter, path))
+        self._reads.add(reading)
+        try:
+            return await reading
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._accepting or task is None or task.cancelling():
+                raise  # its caller has gone
+            raise ShuttingDownError("the server shut down before the adapter was read") from None
+        finally:
+            self._reads.discard(reading)
 
     async def unload_adapter(self, name: str) -> None:
         """Unregister; requests in flight finish on it. Raises UnknownAdapterError."""
@@ -344,11 +360,14 @@ class AsyncEngine:
     async def shutdown(self, drain_seconds: float, abort_seconds: float = 10.0) -> None:
         """Take no more requests, let running ones finish for `drain_seconds`, abort the rest, end the thread.
 
-        Listeners of aborted requests get their last events. A step that outlasts `abort_seconds` more (a
-        compilation) is left to the daemon thread.
+        Loads that are being read raise ShuttingDownError at once. Listeners of aborted requests get their
+        last events. A step that outlasts `abort_seconds` more (a compilation) is left to the daemon thread.
         """
         self._accepting = False
-        self._loader.shutdown(wait=False, cancel_futures=True)
+        self._loaders.cancel()
+        for reading in list(self._reads):
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                reading.get_loop().call_soon_threadsafe(reading.cancel)
         if not self._thread.is_alive():
             with self._lock:
                 self._closed = self._closed or ShuttingDownError("the server has shut down")

@@ -59,7 +59,7 @@ def test_generates_and_keeps_threads_apart(tmp_path: Path) -> None:
     run(engine, body)
     for method in ("add_requests", "step", "load_adapter", "unload_adapter"):
         assert engine.threads[method] == {"engine"}, method
-    assert engine.threads["prepare_adapter"] == {"adapter-loader_0"}
+    assert engine.threads["prepare_adapter"] == {"adapter-loader"}
 
 
 def test_many_streams_share_steps() -> None:

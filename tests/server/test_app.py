@@ -71,6 +71,10 @@ def test_a_dead_engine_answers_503() -> None:
             thread.join(10)
         assert len(errors) == 6
         assert all("injected failure" in str(error) for error in errors)
+        early = [error for error in errors if isinstance(error, openai.APIStatusError)]
+        assert len(early) >= 3  # those that do not stream
+        for error in early:  # another replica may answer
+            assert (error.status_code, error.response.headers.get("x-should-retry")) == (503, None)
         health = live.get("/health")
         assert health.status_code == 503
         assert "injected failure" in health.json()["error"]["message"]

@@ -95,7 +95,10 @@ class EngineLike(Protocol):
 
 
 class Observer(Protocol):
-    """Told of latencies; `step` on the engine thread, the others on the event loop. Times in seconds."""
+    """Told of latencies; `step` on the engine thread, the others on the event loop. Times in seconds.
+
+    `step` is told of calls of `Engine.step` that launched work, not of those that wait for an adapter.
+    """
 
     def step(self, seconds: float) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
@@ -444,9 +447,11 @@ class AsyncEngine:
             events = self._engine.step()
             self._deliver(events)
             now = time.monotonic()
-            if events or self._engine.num_steps > steps:
+            launched = self._engine.num_steps > steps
+            if events or launched:
                 self._moved_at = now
-            self.observer.step(now - started)
+            if launched:
+                self.observer.step(now - started)
             if now - self._stats_time > _STATS_PERIOD:
                 self._publish()
         return True

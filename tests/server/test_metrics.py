@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,9 +12,12 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from slora_jax.config import EngineConfig
-from slora_jax.server.async_engine import AsyncEngine
+from slora_jax.outputs import StreamEvent
+from slora_jax.server.async_engine import AsyncEngine, EngineLike
 from slora_jax.server.metrics import ServerMetrics
+from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import FakeEngine
+from tests.server.live import serve, wait_for
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
 
@@ -55,6 +60,32 @@ def test_every_metric_says_which_model_it_is_of_as_vllms_do() -> None:
     for family in families(metrics):
         if family.name != "vllm:lora_requests_info":  # the gateway matches its labels
             assert {s.labels.get("model_name") for s in family.samples} <= {"house-name"}, family.name
+
+
+def test_the_seconds_of_steps_are_of_steps_that_were_launched() -> None:
+    bench = Bench(num_pages=60, max_batch_size=2, max_step_tokens=16)
+    bench.register("slow", 7)
+    calls, step = 0, bench.engine.step
+
+    def counted() -> list[StreamEvent]:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.001)
+        return step()
+
+    bench.engine.step = counted  # type: ignore[method-assign]
+    engine: EngineLike = bench.engine
+    with serve(engine) as live:
+        body = {"model": "slow", "prompt": [1], "max_tokens": 3}
+        thread = threading.Thread(target=live.post, args=("/v1/completions", body))
+        thread.start()
+        wait_for(lambda: calls > 20)
+        assert bench.executor.run()
+        thread.join()
+        wait_for(lambda: live.engine.latest_stats.steps == 3)
+        page = live.get("/metrics").text
+    found = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
+    assert found["slora:engine_step_seconds_count"] == found["slora:engine_steps_total"] == 3
 
 
 def test_the_docs_have_every_metric_and_no_other() -> None:

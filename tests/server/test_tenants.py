@@ -22,13 +22,13 @@ from tests.server.live import LiveServer, serve, wait_for
 
 
 def refusals(live: LiveServer) -> dict[tuple[str, str, str], float]:
-    """Count by model_name, tenant and reason."""
+    """Count by model_name, tenant and reason, where there were any."""
     families = text_string_to_metric_families(live.get("/metrics").text)
     return {
         (s.labels["model_name"], s.labels["tenant"], s.labels["reason"]): s.value
         for family in families
         for s in family.samples
-        if s.name == "slora:requests_refused_total"
+        if s.name == "slora:requests_refused_total" and s.value
     }
 
 

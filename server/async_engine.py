@@ -37,14 +37,13 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slora_jax.config import EngineConfig
 from slora_jax.errors import LimitExceededError
 from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
 from slora_jax.request import GenerateRequest
-from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
 from slora_jax.workers import DaemonWorkers
 
@@ -187,7 +186,7 @@ class _Route:
 class AsyncEngine:
     """An `Engine` that coroutines of any loop may use; see the module's ownership rules.
 
-    `start()` hands the engine to its thread; `shutdown()` drains and ends it. Also an async context manager.
+    `start()` hands the engine to its thread; `shutdown()` drains and ends it.
     """
 
     def __init__(self, engine: EngineLike, observer: Observer | None = None) -> None:
@@ -218,13 +217,6 @@ class AsyncEngine:
     def start(self) -> None:
         """Begin to serve; from here on the engine belongs to its thread."""
         self._thread.start()
-
-    async def __aenter__(self) -> AsyncEngine:
-        self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.shutdown(0)
 
     # --- for coroutines ---
 
@@ -266,21 +258,6 @@ class AsyncEngine:
                 self.observer.refused(request.tenant, error.limit)
             raise
         return stream
-
-    async def generate(
-        self, prompt: str | Sequence[int], adapter_id: str | None, params: SamplingParams, request_id: str
-    ) -> AsyncIterator[StreamEvent]:
-        """Events of one request; closing or cancelling the iterator aborts it. Raises like `submit`."""
-        stream = await self.submit([GenerateRequest(request_id, prompt, adapter_id, params)])
-        try:
-            async for event in stream:
-                yield event
-        finally:
-            stream.close()
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; its listener gets the last events (finish_reason "abort"). Unknown id: nothing."""
-        await self._call(lambda: self._deliver(self._engine.abort(request_id)))
 
     async def load_adapter(
         self, name: str, path: str | os.PathLike[str], *, replace: bool = False
@@ -345,20 +322,6 @@ class AsyncEngine:
     def known_adapter(self, name: str) -> AdapterInfo | None:
         """One of them."""
         return self._known.get(name)
-
-    async def adapters(self) -> list[AdapterInfo]:
-        """Adapters as they are now (`known_adapters` needs no wait, and its `state` and `running` are
-        old).
-        """
-        return await self._call(self._engine.adapters)
-
-    async def stats(self) -> EngineStats:
-        """Statistics as they are now (`latest_stats` needs no wait, and is at most one step or 0.1 s old)."""
-        return await self._call(self._engine.stats)
-
-    async def call[T](self, function: Callable[[EngineLike], T]) -> T:
-        """Run `function(engine)` on the engine thread between two steps; its exception is raised here."""
-        return await self._call(lambda: function(self._engine))
 
     async def shutdown(self, drain_seconds: float, abort_seconds: float = 10.0) -> None:
         """Take no more requests, let running ones finish for `drain_seconds`, abort the rest, end the thread.

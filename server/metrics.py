@@ -65,7 +65,8 @@ class ServerMetrics:
     """The `Observer` of an AsyncEngine, and the registry that `/metrics` shows. One an application."""
 
     def __init__(self, model_name: str) -> None:
-        disable_created_metrics()  # of the whole process: a line more for every counter, which nobody reads
+        # Of the whole process: without it every counter has a line more, which nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token", _TTFT_BUCKETS)

@@ -168,10 +168,12 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     (folder / "pickled").mkdir()
     (folder / "pickled" / "adapter_model.bin").touch()
     (folder / "notes").mkdir()
+    shutil.copytree(folder / "attention", folder / "a,b")
     command[1] = str(folder)
     code, out, _ = _run(*command, "--json", capsys=capsys)
-    good, dora, pickled = map(json.loads, out.splitlines())
+    comma, good, dora, pickled = map(json.loads, out.splitlines())
     assert code == 1
+    assert "no comma" in comma["refused"]
     assert (good["name"], good["rank"], good["modules"]) == ("attention", 4, {"q_proj": 4, "v_proj": 4})
     assert good["refused"] is None
     assert good["bytes"] == good["pages"] * 2 * 2 * 2 * 16 * 4 * 16  # layers, bytes, K and V, tokens, heads
@@ -181,12 +183,12 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     code, out, _ = _run(*command, capsys=capsys)
     assert code == 1
     assert "pickled: " in out
-    assert "1 of 3 adapters" in out
+    assert "1 of 4 adapters" in out
 
     code, out, _ = _run(*command[:1], str(folder / "attention"), *command[2:], capsys=capsys)
     assert (code, "1 of 1 adapters" in out) == (0, True)
     code, out, _ = _run(*command, "--num-pages", "2", "--json", capsys=capsys)
-    assert "raise num_pages" in json.loads(out.splitlines()[0])["refused"]
+    assert "raise num_pages" in json.loads(out.splitlines()[1])["refused"]
     code, _, err = _run(*command[:1], str(folder / "notes"), *command[2:], capsys=capsys)
     assert code == 2
     assert "neither it nor a folder in it holds adapter_config.json" in err

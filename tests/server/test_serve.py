@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import socket
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from slora_jax.server.serve import run_server
+from tests.server.fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = """
@@ -113,6 +115,23 @@ def test_ctrl_c_ends_without_a_traceback() -> None:
     _, errors = process.communicate(timeout=15)
     assert process.returncode == 0
     assert "Traceback" not in errors
+
+
+def test_python_does_not_collect_over_what_the_engine_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    engine.many = [[] for _ in range(50_000)]  # type: ignore[attr-defined]
+    walked: list[int] = []
+
+    def run(server: object, sockets: list[socket.socket]) -> None:
+        walked.append(sum(isinstance(o, list) and not o for o in gc.get_objects()))
+
+    monkeypatch.setattr("slora_jax.server.serve._Server.run", run)
+    try:
+        run_server(lambda: engine, port=0)
+    finally:
+        gc.unfreeze()
+    assert len(walked) == 1
+    assert walked[0] < 50_000
 
 
 def test_a_taken_port_fails_before_the_model_is_loaded() -> None:

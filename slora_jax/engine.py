@@ -88,57 +88,11 @@ class Engine:
         self._adapters = AdapterStore(
             self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop, slot_pages=size.slot_pages
         )
-        limits = SchedulerLimits.of(
-            config,
-            max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
-            max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
-        )
-        layout, dtype = self._layout, jnp.dtype(config.dtype)
-        page_bytes = layout.n_layers * layout.tp * layout.page_elems * dtype.itemsize
         self._requests: dict[str, Request] = {}
-        self._registry = AdapterRegistry(
-            self._adapters,
-            model_config,
-            layout,
-            dtype=dtype,
-            max_rank=config.max_lora_rank,
-            usable_pages=self._pool.usable_for("adapter"),
-            page_bytes=page_bytes,
-            host_copy=self._runner.host_copy,
-            requests=self._requests,
-        )
-        self._loader = AdapterLoader(
-            self._adapters,
-            self._runner,
-            self._registry.prepare,
-            staging_bytes=config.adapter_staging_bytes
-            or max(_STAGING_BYTES, size.num_pages * page_bytes // 64),
-            measured=functools.partial(self._reclaim.costs.measured, "adapter"),
-        )
-        self._scheduler = Scheduler(
-            limits,
-            self._reclaim,
-            self._adapters,
-            self._loader,
-            self._prefixes,
-            WaitingQueue(config, time.monotonic),
-        )
-        eos = {*model_config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}
-        self._intake = RequestIntake(
-            RequestLimits(
-                vocab_size=model_config.vocab_size,
-                max_model_len=size.max_model_len,
-                max_logprobs=config.max_logprobs,
-                page_tokens=config.page_tokens,
-                usable_pages=self._pool.usable_for("kv"),
-                unified_memory=self._pool.unified,
-            ),
-            self._adapters,
-            tokenizer,
-            frozenset(t for t in eos if 0 <= t < model_config.vocab_size),  # others cannot be sampled
-            config.seed,
-            taken_ids=self._requests,
-        )
+        self._registry = self._new_registry()
+        self._loader = self._new_loader(size.num_pages)
+        self._scheduler = self._new_scheduler()
+        self._intake = self._new_intake()
         self._in_flight: InFlight | None = None
         self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
         self._others: dict[str, list[StreamEvent]] = {}  # that `_run` met, for `step`; by request id
@@ -429,6 +383,58 @@ class Engine:
             assert adapter.users == users, f"adapter '{adapter.name}' has {adapter.users} users, not {users}"
 
     # -- inside --
+
+    def _new_registry(self) -> AdapterRegistry:
+        return AdapterRegistry(
+            self._adapters,
+            self.model_config,
+            self._layout,
+            dtype=jnp.dtype(self.config.dtype),
+            max_rank=self.config.max_lora_rank,
+            usable_pages=self._pool.usable_for("adapter"),
+            host_copy=self._runner.host_copy,
+            requests=self._requests,
+        )
+
+    def _new_loader(self, num_pages: int) -> AdapterLoader:
+        pool_bytes = num_pages * self._layout.page_bytes(jnp.dtype(self.config.dtype).itemsize)
+        return AdapterLoader(
+            self._adapters,
+            self._runner,
+            self._registry.prepare,
+            staging_bytes=self.config.adapter_staging_bytes or max(_STAGING_BYTES, pool_bytes // 64),
+            measured=functools.partial(self._reclaim.costs.measured, "adapter"),
+        )
+
+    def _new_scheduler(self) -> Scheduler:
+        limits = SchedulerLimits.of(
+            self.config,
+            max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
+            max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
+        )
+        waiting = WaitingQueue(self.config, time.monotonic)
+        return Scheduler(limits, self._reclaim, self._adapters, self._loader, self._prefixes, waiting)
+
+    def _new_intake(self) -> RequestIntake:
+        vocab_size = self.model_config.vocab_size
+        limits = RequestLimits(
+            vocab_size=vocab_size,
+            max_model_len=self.max_model_len,
+            max_logprobs=self.config.max_logprobs,
+            page_tokens=self.config.page_tokens,
+            usable_pages=self._pool.usable_for("kv"),
+            unified_memory=self._pool.unified,
+        )
+        eos = {*self.model_config.eos_token_ids}
+        eos |= set() if self.tokenizer is None else {*self.tokenizer.eos_token_ids}
+        return RequestIntake(
+            limits,
+            self._adapters,
+            self.tokenizer,
+            frozenset(t for t in eos if 0 <= t < vocab_size),  # others cannot be sampled
+            self.config.seed,
+            taken_ids=self._requests,
+        )
 
     def _step(self) -> list[StreamEvent]:
         started = time.perf_counter()

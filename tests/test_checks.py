@@ -98,7 +98,7 @@ def test_what_the_device_s_float32_cannot_hold_is_refused(fields: dict[str, Any]
     [
         (Interval(1), "at least 1", (1, 1e30), (0, -1, math.nan)),
         (Interval(0, above_low=True), "above 0", (5e-324,), (0, -1, math.nan)),
-        (Interval(0, 1), r"in \[0, 1\]", (0, 0.5, 1), (-0.1, 1.1, math.nan, math.inf)),
+        (Interval(0, 1), r"in \[0, 1\]", (0, 0.5, 1), (-0.1, 1.1, math.nan)),
         (
             Interval(0, 1e9, above_low=True),
             r"above 0 and at most 1e\+09",

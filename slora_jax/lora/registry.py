@@ -44,7 +44,7 @@ def check_adapter_name(name: object) -> None:
 class AdapterRegistry:
     """What `Engine` offers of adapters; its methods of the same names say effects and errors.
 
-    `dtype` and `page_bytes` are of the pool, which has `usable_pages` for adapters. `host_copy` makes an
+    `dtype` is of the pool, which has `usable_pages` for adapters. `host_copy` makes an
     adapter's pages ready to be copied. `requests` are those under way, the engine's own table. Only `prepare`
     may be called in any thread.
     """
@@ -58,13 +58,12 @@ class AdapterRegistry:
         dtype: np.dtype,
         max_rank: int,
         usable_pages: int,
-        page_bytes: int,
         host_copy: Callable[[np.ndarray], HostCopy],
         requests: Mapping[str, Request],
     ) -> None:
         self._store, self._model_config, self._layout = store, model_config, layout
         self._dtype, self._max_rank = dtype, max_rank
-        self._usable_pages, self._page_bytes = usable_pages, page_bytes
+        self._usable_pages = usable_pages
         self._host_copy, self._requests = host_copy, requests
         # Adapters given from memory may be registered under many names, and share one host copy.
         self._copies: weakref.WeakKeyDictionary[PackedAdapter, HostCopy] = weakref.WeakKeyDictionary()
@@ -117,7 +116,7 @@ class AdapterRegistry:
         if old is not None and old.pinned:
             new = self._store.slot_pages or need
             self._check_pinned(self._store.pinned - {old}, new, f"adapter '{name}' is pinned")
-        nbytes = need * self._page_bytes
+        nbytes = need * self._layout.page_bytes(self._dtype.itemsize)
         return self._store.info(self._store.register(name, path, shape, nbytes, stamp, host, replace=replace))
 
     def unload(self, name: str) -> None:

@@ -16,7 +16,8 @@ from slora_jax.cli import demo, smollm2
 from slora_jax.cli.errors import InputError
 from slora_jax.cli.main import main
 from slora_jax.config import ModelConfig
-from slora_jax.engine import Engine
+from slora_jax.runner import ModelRunner
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.conftest import TINY_CONFIG
 from tests.lora.peft_files import write_peft_adapter
 from tests.text.builders import byte_level_backend, write_folder
@@ -266,10 +267,10 @@ def test_traceback_shows_where_an_error_arose(tiny_model_dir: Path) -> None:
 def test_an_error_of_a_running_batch_is_no_mistake_of_the_user(
     tiny_model_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(engine: Engine) -> None:
+    def fail(runner: ModelRunner, plan: StepPlan) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(ModelRunner, "launch", fail)
     with pytest.raises(ValueError, match="a bug"):
         main(["generate", str(tiny_model_dir), "--prompts", str(prompts), *ENGINE])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 from starlette.requests import Request
@@ -12,13 +11,12 @@ from starlette.responses import PlainTextResponse, Response
 from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError, reason_without_path
 from slora_jax.lora.peft_config import CONFIG_FILE
 from slora_jax.lora.peft_folder import WEIGHTS_FILE
+from slora_jax.lora.registry import check_adapter_name
 from slora_jax.server.context import ServerContext, read_body
 from slora_jax.server.errors import ApiError, bad_request
 from slora_jax.server.schemas import LoadLoraRequest, PinLoraRequest, UnloadLoraRequest
 
 logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # no comma: metrics join names by it
 
 
 async def load_lora_adapter(request: Request) -> Response:
@@ -119,9 +117,10 @@ def _already_loaded(name: str) -> ApiError:
 
 
 def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        message = "lora_name must be 1 to 128 letters, digits and . _ : -, and begin with a letter or digit"
-        raise ApiError(400, "InvalidUserInput", message, "lora_name")
+    try:
+        check_adapter_name(name)
+    except ValueError as error:
+        raise ApiError(400, "InvalidUserInput", f"lora_name: {error}", "lora_name") from error
 
 
 def _adapter_path(given: str, root: object) -> Path:

@@ -37,15 +37,15 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slora_jax.config import EngineConfig
 from slora_jax.errors import LimitExceededError
 from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
 from slora_jax.request import GenerateRequest
-from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
+from slora_jax.workers import DaemonWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,10 @@ class EngineLike(Protocol):
 
 
 class Observer(Protocol):
-    """Told of latencies; `step` on the engine thread, the others on the event loop. Times in seconds."""
+    """Told of latencies; `step` on the engine thread, the others on the event loop. Times in seconds.
+
+    `step` is told of calls of `Engine.step` that launched work, not of those that wait for an adapter.
+    """
 
     def step(self, seconds: float) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
@@ -183,7 +186,7 @@ class _Route:
 class AsyncEngine:
     """An `Engine` that coroutines of any loop may use; see the module's ownership rules.
 
-    `start()` hands the engine to its thread; `shutdown()` drains and ends it. Also an async context manager.
+    `start()` hands the engine to its thread; `shutdown()` drains and ends it.
     """
 
     def __init__(self, engine: EngineLike, observer: Observer | None = None) -> None:
@@ -207,19 +210,13 @@ class AsyncEngine:
         self._routes: dict[str, _Route] = {}
         self._stats_time = 0.0
         self._moved_at: float | None = None  # when a step last completed, or work began; None: idle
-        self._loader = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="adapter-loader")
+        self._loaders = DaemonWorkers(2, "adapter-loader")
+        self._reads: set[asyncio.Future[Any]] = set()  # of loads that callers wait for
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
         """Begin to serve; from here on the engine belongs to its thread."""
         self._thread.start()
-
-    async def __aenter__(self) -> AsyncEngine:
-        self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.shutdown(0)
 
     # --- for coroutines ---
 
@@ -262,21 +259,6 @@ class AsyncEngine:
             raise
         return stream
 
-    async def generate(
-        self, prompt: str | Sequence[int], adapter_id: str | None, params: SamplingParams, request_id: str
-    ) -> AsyncIterator[StreamEvent]:
-        """Events of one request; closing or cancelling the iterator aborts it. Raises like `submit`."""
-        stream = await self.submit([GenerateRequest(request_id, prompt, adapter_id, params)])
-        try:
-            async for event in stream:
-                yield event
-        finally:
-            stream.close()
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; its listener gets the last events (finish_reason "abort"). Unknown id: nothing."""
-        await self._call(lambda: self._deliver(self._engine.abort(request_id)))
-
     async def load_adapter(
         self, name: str, path: str | os.PathLike[str], *, replace: bool = False
     ) -> AdapterInfo:
@@ -285,8 +267,8 @@ class AsyncEngine:
         Raises AdapterError, AdapterExistsError, FileNotFoundError of the engine; nothing is registered then.
         """
         self._check_accepting()
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(self._loader, self._engine.prepare_adapter, path)
+        what = f"the read of adapter '{name}' from {os.fspath(path)}"
+        prepared = await self._read(what, path)
 
         def register() -> AdapterInfo:
             info = self._engine.load_adapter(name, prepared, replace=replace)
@@ -295,6 +277,20 @@ class AsyncEngine:
             return info
 
         return await self._call(register)
+
+    async def _read(self, what: str, path: str | os.PathLike[str]) -> Any:
+        """What `prepare_adapter` makes of a folder; ShuttingDownError where a shutdown comes before it."""
+        reading = asyncio.wrap_future(self._loaders.submit(what, self._engine.prepare_adapter, path))
+        self._reads.add(reading)
+        try:
+            return await reading
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._accepting or task is None or task.cancelling():
+                raise  # its caller has gone
+            raise ShuttingDownError("the server shut down before the adapter was read") from None
+        finally:
+            self._reads.discard(reading)
 
     async def unload_adapter(self, name: str) -> None:
         """Unregister; requests in flight finish on it. Raises UnknownAdapterError."""
@@ -327,28 +323,17 @@ class AsyncEngine:
         """One of them."""
         return self._known.get(name)
 
-    async def adapters(self) -> list[AdapterInfo]:
-        """Adapters as they are now (`known_adapters` needs no wait, and its `state` and `running` are
-        old).
-        """
-        return await self._call(self._engine.adapters)
-
-    async def stats(self) -> EngineStats:
-        """Statistics as they are now (`latest_stats` needs no wait, and is at most one step or 0.1 s old)."""
-        return await self._call(self._engine.stats)
-
-    async def call[T](self, function: Callable[[EngineLike], T]) -> T:
-        """Run `function(engine)` on the engine thread between two steps; its exception is raised here."""
-        return await self._call(lambda: function(self._engine))
-
     async def shutdown(self, drain_seconds: float, abort_seconds: float = 10.0) -> None:
         """Take no more requests, let running ones finish for `drain_seconds`, abort the rest, end the thread.
 
-        Listeners of aborted requests get their last events. A step that outlasts `abort_seconds` more (a
-        compilation) is left to the daemon thread.
+        Loads that are being read raise ShuttingDownError at once. Listeners of aborted requests get their
+        last events. A step that outlasts `abort_seconds` more (a compilation) is left to the daemon thread.
         """
         self._accepting = False
-        self._loader.shutdown(wait=False, cancel_futures=True)
+        self._loaders.cancel()
+        for reading in list(self._reads):
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                reading.get_loop().call_soon_threadsafe(reading.cancel)
         if not self._thread.is_alive():
             with self._lock:
                 self._closed = self._closed or ShuttingDownError("the server has shut down")
@@ -425,9 +410,11 @@ class AsyncEngine:
             events = self._engine.step()
             self._deliver(events)
             now = time.monotonic()
-            if events or self._engine.num_steps > steps:
+            launched = self._engine.num_steps > steps
+            if events or launched:
                 self._moved_at = now
-            self.observer.step(now - started)
+            if launched:
+                self.observer.step(now - started)
             if now - self._stats_time > _STATS_PERIOD:
                 self._publish()
         return True

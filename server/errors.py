@@ -60,10 +60,13 @@ def too_many_requests(error: LimitExceededError) -> ApiError:
     return ApiError(429, "RateLimitError", str(error), headers=retry_after(error.retry_after_s))
 
 
-def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
-    """503 ServiceUnavailableError, with Retry-After where coming back helps."""
-    headers = None if retry_after_s is None else retry_after(retry_after_s)
+def unavailable(message: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    """503 ServiceUnavailableError, on which clients send a request again unless `headers` are NO_RETRY."""
     return ApiError(503, "ServiceUnavailableError", message, headers=headers)
+
+
+# OpenAI's clients send what got 408, 409, 429 or a 5xx again, twice, but for answers with this header.
+NO_RETRY = {"x-should-retry": "false"}
 
 
 def retry_after(seconds: float) -> dict[str, str]:

@@ -26,7 +26,15 @@ from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.async_engine import EventStream
 from slora_jax.server.context import ServerContext
-from slora_jax.server.errors import ApiError, as_api_error, bad_request, too_many_requests, unavailable
+from slora_jax.server.errors import (
+    NO_RETRY,
+    ApiError,
+    as_api_error,
+    bad_request,
+    retry_after,
+    too_many_requests,
+    unavailable,
+)
 from slora_jax.server.schemas import PromptTokensDetails, SamplingBody, Usage
 
 
@@ -137,29 +145,38 @@ async def respond(
     job = Job(requests, params, stream)
     try:
         if body.stream:
-            if failed := failure(await stream.peek()):
+            if failed := failure(await stream.peek(), context.engine.death):
                 raise failed
             return EventStreamResponse(_sse(job, form, body.include_usage, context), stream)
-        return Response((await _collect(job, form)).model_dump_json(), media_type="application/json")
+        return Response((await _collect(job, form, context)).model_dump_json(), media_type="application/json")
     except BaseException:
         stream.close()
         raise
 
 
-def failure(event: StreamEvent) -> ApiError | None:
-    """Why an event ends its request without an answer; None for every other event."""
+def failure(event: StreamEvent, death: str | None) -> ApiError | None:
+    """Why an event ends its request without an answer; None for every other event. `death`: the engine's.
+
+    Clients are told not to send again what would end like this again. Another replica may answer what a dead
+    engine or a shutdown ended, this one what early-abort gave up.
+    """
+    if event.finish_reason not in ("error", "abort"):
+        return None
+    if death is not None:
+        return unavailable(death)
     if event.finish_reason == "error":
-        return ApiError(500, "InternalServerError", event.error or "the request failed")
-    if event.finish_reason == "abort":
-        message = event.error or "the request was aborted: the server is shutting down"
-        return unavailable(message, event.retry_after_s)
-    return None
+        return ApiError(500, "InternalServerError", event.error or "the request failed", headers=NO_RETRY)
+    if event.error is None:
+        return unavailable("the request was aborted: the server is shutting down")
+    return unavailable(
+        event.error, NO_RETRY if event.retry_after_s is None else retry_after(event.retry_after_s)
+    )
 
 
-async def _collect(job: Job, form: Form) -> BaseModel:
+async def _collect(job: Job, form: Form, context: ServerContext) -> BaseModel:
     choices = [Piece() for _ in range(len(job.requests) * job.params.n)]
     async for event in job.stream:
-        if error := failure(event):
+        if error := failure(event, context.engine.death):
             raise error
         choices[job.choice(event)].extend(event, job.params)
         job.count(event)
@@ -177,7 +194,7 @@ async def _sse(job: Job, form: Form, include_usage: bool, context: ServerContext
         for chunk in form.opening_chunks():
             yield frame(chunk)
         async for event in job.stream:
-            if error := failure(event):
+            if error := failure(event, context.engine.death):
                 raise error
             job.count(event)
             if not (event.text or event.logprobs or event.finish_reason):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-import unicodedata
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -77,8 +76,6 @@ def _stop(value: Any) -> Any:
 def _model_name(value: str) -> str:
     if not value:
         raise ValueError("must not be empty; leave it out for the base model")
-    if any(unicodedata.category(c) == "Cc" for c in value):
-        raise ValueError("must not hold control characters")
     return value
 
 

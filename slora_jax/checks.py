@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import numbers
 import reprlib
 import types
@@ -14,16 +15,41 @@ from typing import Any
 import numpy as np
 
 
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """[low, high], or (low, high] with `above_low`; the "limits" of a dataclass field's metadata."""
+
+    low: float
+    high: float = math.inf
+    above_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above_low else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        low, high = (f"{v:g}" if isinstance(v, float) else str(v) for v in (self.low, self.high))
+        if self.above_low:
+            return f"above {low}" + (f" and at most {high}" if self.high < math.inf else "")
+        return f"at least {low}" if self.high == math.inf else f"in [{low}, {high}]"
+
+
 def check_fields(config: Any) -> None:
-    """Hold a frozen dataclass to its annotations: fields of int, float, bool, str, and these or None.
+    """Hold a frozen dataclass to its annotations (int, float, bool, str, Literal, and these or None),
+    and numbers to the `Interval` that their metadata have as "limits".
 
     NumPy's scalars become Python's; nothing else is converted, least of all 2.5 to 2 or True to 1. Fields of
     other kinds are their owner's to check.
     """
-    for name, (kind, optional) in _scalar_fields(type(config)).items():  # type: ignore[arg-type]  # a type is hashable
-        value = getattr(config, name)
-        if not (optional and value is None):
-            object.__setattr__(config, name, as_kind(name, value, kind, " or None" * optional))
+    for field in _scalar_fields(type(config)):  # type: ignore[arg-type]  # a type is hashable
+        value, also = getattr(config, field.name), " or None" * field.optional
+        if field.optional and value is None:
+            continue
+        value = as_kind(field.name, value, field.kind, also)
+        if field.choices and value not in field.choices:
+            raise ValueError(f"{field.name} must be one of {', '.join(field.choices)}{also}, got {value!r}")
+        if field.limits is not None and value not in field.limits:
+            raise ValueError(f"{field.name} must be {field.limits}{also}, got {value}")
+        object.__setattr__(config, field.name, value)
 
 
 def as_kind(name: str, value: object, kind: type, also: str = "") -> Any:
@@ -56,14 +82,26 @@ def as_list(name: str, value: object, want: str) -> list[Any]:
 _NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
 
 
+@dataclasses.dataclass(frozen=True)
+class _ScalarField:
+    name: str
+    kind: type
+    optional: bool
+    choices: tuple[str, ...]  # of a Literal
+    limits: Interval | None
+
+
 @functools.cache
-def _scalar_fields(cls: type) -> dict[str, tuple[type, bool]]:
-    """Fields of a scalar kind, and whether None is allowed."""
-    found = {}
+def _scalar_fields(cls: type) -> list[_ScalarField]:
+    found = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
-        for kind in kinds & _NAMES.keys():
-            found[field.name] = kind, type(None) in kinds
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        for kind in kinds:
+            choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+            if choices or kind in _NAMES:
+                limits = field.metadata.get("limits")
+                own = str if choices else kind
+                found.append(_ScalarField(field.name, own, type(None) in kinds, choices, limits))
     return found

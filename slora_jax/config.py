@@ -8,12 +8,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from slora_jax.checks import as_kind, as_list, check_fields
+from slora_jax.checks import Interval, as_kind, as_list, check_fields
 
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort")  # of EngineConfig.scheduling_policy
 LoraMode = Literal["gathered", "padded-bmm", "merge"]
+LORA_MODES: tuple[str, ...] = typing.get_args(LoraMode)
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
 _UNSUPPORTED = {  # field of an HF config.json -> the only value this project computes correctly today
@@ -156,9 +157,15 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _option[T](default: T, help: str) -> T:
-    """A dataclass field that carries its own description, which `--help` shows."""
-    return dataclasses.field(default=default, metadata={"help": help})
+_LARGEST = 1e9  # price, weight, seconds
+_INTEGERS = 2**48
+_AT_LEAST_1, _AT_LEAST_0 = Interval(1), Interval(0)
+_WEIGHT = Interval(1 / _LARGEST, _LARGEST)
+
+
+def _option[T](default: T, help: str, limits: Interval | None = None) -> T:
+    """A dataclass field that carries its own description, which `--help` shows, and a number's limits."""
+    return dataclasses.field(default=default, metadata={"help": help, "limits": limits})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,36 +178,46 @@ class EngineConfig:
     dtype: Dtype = _option(
         "bfloat16", "number type of weights, KV cache and adapters; logits and sampling are float32"
     )
-    max_batch_size: int = _option(32, "sequences that may run at once")
+    max_batch_size: int = _option(32, "sequences that may run at once", _AT_LEAST_1)
     max_model_len: int | None = _option(
-        None, "longest sequence, prompt and output together, in tokens; None: the model's own limit"
+        None,
+        "longest sequence, prompt and output together, in tokens; None: the model's own limit",
+        _AT_LEAST_1,
     )
-    max_step_tokens: int = _option(512, "most tokens in one step, decodes and prefill chunks together")
+    max_step_tokens: int = _option(
+        512, "most tokens in one step, decodes and prefill chunks together", _AT_LEAST_1
+    )
     prefill_chunk_tokens: int | None = _option(
-        None, "longest chunk of one prompt in a step, in tokens; None: what the step has left"
+        None, "longest chunk of one prompt in a step, in tokens; None: what the step has left", _AT_LEAST_1
     )
     prefill_delay_steps: int = _option(
-        12, "steps that a nearly full batch lets prompts gather to prefill them together; 0: none"
+        12,
+        "steps that a nearly full batch lets prompts gather to prefill them together; 0: none",
+        _AT_LEAST_0,
     )
-    page_tokens: int = _option(16, "tokens of KV in one page")
-    num_pages: int | None = _option(None, "pages in the pool; None: from pool_bytes")
+    page_tokens: int = _option(16, "tokens of KV in one page", _AT_LEAST_1)
+    num_pages: int | None = _option(None, "pages in the pool; None: from pool_bytes", Interval(2))
     pool_bytes: int | None = _option(
-        None, "bytes of the pool; None: what memory_fraction of the device leaves"
+        None, "bytes of the pool; None: what memory_fraction of the device leaves", _AT_LEAST_1
     )
-    memory_fraction: float = _option(0.85, "share of an accelerator's memory for weights and pool")
+    memory_fraction: float = _option(
+        0.85, "share of an accelerator's memory for weights and pool", Interval(0, 1, above_low=True)
+    )
     unified_memory: bool = _option(
         True,
         "KV and adapters share all pages; off (for ablation only): adapters lie in adapter_slots slots, each "
         "as large as max_lora_rank on every module takes",
     )
-    adapter_slots: int | None = _option(None, "adapters in the pool at most, without unified memory")
+    adapter_slots: int | None = _option(
+        None, "adapters in the pool at most, without unified memory", _AT_LEAST_1
+    )
     enable_prefix_caching: bool = _option(
         True, "keep the KV of ended requests while memory allows, for prompts that begin alike"
     )
     pinned_adapters: tuple[str, ...] = _option(
         (), "adapter that stays in the pool once it is there; may be given again"
     )
-    max_lora_rank: int = _option(256, "highest rank that an adapter may have")
+    max_lora_rank: int = _option(256, "highest rank that an adapter may have", Interval(1, 256))
     lazy_adapters: bool = _option(
         False,
         "check adapters by their adapter_config.json alone at the start; read weights when needed",
@@ -208,18 +225,22 @@ class EngineConfig:
     adapter_host_bytes: int | None = _option(
         None,
         "host memory for adapters that can be read again; None: half of the machine's, on a GPU 48G at most",
+        _AT_LEAST_1,
     )
     adapter_staging_bytes: int | None = _option(
-        None, "device memory for adapters on their way into the pool; None: a 64th of the pool, at least 64M"
+        None,
+        "device memory for adapters on their way into the pool; None: a 64th of the pool, at least 64M",
+        _AT_LEAST_1,
     )
     adapter_prefetch: int = _option(
         16,
         "waiting sequences whose adapters are loaded ahead of their turn; 0: the next one's, and no guesses",
+        _AT_LEAST_0,
     )
     prefetch_watermark: float = _option(
-        0.2, "share of the pool that adapters loaded on a guess must leave free"
+        0.2, "share of the pool that adapters loaded on a guess must leave free", Interval(0, 1)
     )
-    tensor_parallel_size: int = _option(1, "devices that share the model")
+    tensor_parallel_size: int = _option(1, "devices that share the model", _AT_LEAST_1)
     kernel_backend: KernelBackend = _option(
         "auto",
         "kernels to run: xla (any device), mosaic (a Hopper GPU, bfloat16), auto (mosaic where it can be)",
@@ -233,8 +254,8 @@ class EngineConfig:
     load_format: LoadFormat = _option(
         "auto", "form of the checkpoint; auto tells from the files, dummy makes random weights"
     )
-    seed: int = _option(0, "seed of requests that name none, and of dummy weights")
-    max_logprobs: int = _option(20, "most alternatives that a request may ask logprobs for")
+    seed: int = _option(0, "seed of requests that name none, and of dummy weights", Interval(0, 2**63 - 1))
+    max_logprobs: int = _option(20, "most alternatives that a request may ask logprobs for", _AT_LEAST_0)
     record_logits: bool = _option(
         False, "keep every sampled position's logits in the outputs (research; slow)"
     )
@@ -249,29 +270,51 @@ class EngineConfig:
         "vtc+cluster",
     )
     priority_s: float = _option(
-        10.0, "seconds of waiting that one step of a request's priority is worth (lower is earlier)"
+        10.0,
+        "seconds of waiting that one step of a request's priority is worth (lower is earlier)",
+        Interval(0, _LARGEST),
     )
     cluster_max_passes: int = _option(
-        64, "with cluster or merge: how many later sequences may go before one that could run"
+        64,
+        "with cluster or merge: how many later sequences may go before one that could run",
+        Interval(0, _LARGEST),
     )
-    ttft_target_s: float = _option(6.0, "with early-abort: seconds within which a first token is wanted")
-    vtc_input_price: float = _option(1.0, "with vtc: price of a prompt token")
-    vtc_output_price: float = _option(2.0, "with vtc: price of an output token")
+    ttft_target_s: float = _option(
+        6.0,
+        "with early-abort: seconds within which a first token is wanted",
+        Interval(0, _LARGEST, above_low=True),
+    )
+    vtc_input_price: float = _option(1.0, "with vtc: price of a prompt token", Interval(0, _LARGEST))
+    vtc_output_price: float = _option(
+        2.0, "with vtc: price of an output token", Interval(0, _LARGEST, above_low=True)
+    )
     tenant_weights: Mapping[str, float] = dataclasses.field(
         default_factory=dict,
         hash=False,
         metadata={"help": "with vtc: a tenant's share, 1 for those not named; may be given again"},
     )
-    tenant_max_concurrency: int | None = _option(None, "sequences of one tenant that may run at once")
+    tenant_max_concurrency: int | None = _option(
+        None, "sequences of one tenant that may run at once", _AT_LEAST_1
+    )
     tenant_tokens_per_minute: int | None = _option(
-        None, "tokens of one tenant a minute: a prompt counts when it comes, outputs as they are made"
+        None,
+        "tokens of one tenant a minute: a prompt counts when it comes, outputs as they are made",
+        _AT_LEAST_1,
     )
-    tenant_max_queue: int | None = _option(None, "sequences of one tenant that may wait; more are refused")
-    adapter_max_concurrency: int | None = _option(None, "sequences of one adapter that may run at once")
+    tenant_max_queue: int | None = _option(
+        None, "sequences of one tenant that may wait; more are refused", _AT_LEAST_1
+    )
+    adapter_max_concurrency: int | None = _option(
+        None, "sequences of one adapter that may run at once", _AT_LEAST_1
+    )
     adapter_tokens_per_minute: int | None = _option(
-        None, "tokens of one adapter a minute: a prompt counts when it comes, outputs as they are made"
+        None,
+        "tokens of one adapter a minute: a prompt counts when it comes, outputs as they are made",
+        _AT_LEAST_1,
     )
-    adapter_max_queue: int | None = _option(None, "sequences of one adapter that may wait; more are refused")
+    adapter_max_queue: int | None = _option(
+        None, "sequences of one adapter that may wait; more are refused", _AT_LEAST_1
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -285,67 +328,11 @@ class EngineConfig:
             value = getattr(self, field.name)
             if isinstance(value, int) and field.name != "seed":
                 _check(value < _INTEGERS, f"{field.name} must be below 2^48, got {value}")
-        positive = (
-            "max_batch_size",
-            "max_step_tokens",
-            "page_tokens",
-            "max_lora_rank",
-            "tensor_parallel_size",
-        )
-        for name in positive:
-            _check(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in (
-            "max_model_len",
-            "prefill_chunk_tokens",
-            "pool_bytes",
-            "adapter_host_bytes",
-            "adapter_staging_bytes",
-            "adapter_slots",
-        ):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
-        _check(
-            self.num_pages is None or self.num_pages >= 2,
-            f"num_pages must be at least 2 (page 0 is reserved), got {self.num_pages}",
-        )
-        _check(
-            0 < self.memory_fraction <= 1, f"memory_fraction must be in (0, 1], got {self.memory_fraction}"
-        )
-        _check(
-            self.dtype in ("float32", "bfloat16"),
-            f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}",
-        )
-        _check(
-            self.kernel_backend in ("auto", "xla", "mosaic"),
-            f"kernel_backend must be 'auto', 'xla' or 'mosaic', got {self.kernel_backend!r}",
-        )
-        _check(
-            self.lora_mode in LORA_MODES,
-            f"lora_mode must be one of {', '.join(LORA_MODES)}, got {self.lora_mode!r}",
-        )
-        _check(
-            self.load_format in ("auto", "safetensors", "gguf", "orbax", "dummy"),
-            f"load_format must be auto, safetensors, gguf, orbax or dummy, got {self.load_format!r}",
-        )
-        _check(self.max_lora_rank <= 256, f"max_lora_rank may be at most 256, got {self.max_lora_rank}")
         _check(
             self.unified_memory == (self.adapter_slots is None),
             "adapter_slots says how many adapters the pool holds without unified memory, and is needed then: "
             f"unified_memory is {self.unified_memory}, adapter_slots {self.adapter_slots}",
         )
-        _check(
-            self.prefill_delay_steps >= 0,
-            f"prefill_delay_steps must not be negative, got {self.prefill_delay_steps}",
-        )
-        _check(
-            self.adapter_prefetch >= 0, f"adapter_prefetch must not be negative, got {self.adapter_prefetch}"
-        )
-        _check(
-            0 <= self.prefetch_watermark <= 1,
-            f"prefetch_watermark must be in [0, 1], got {self.prefetch_watermark}",
-        )
-        _check(self.max_logprobs >= 0, f"max_logprobs must not be negative, got {self.max_logprobs}")
-        _check(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}")
         self._check_scheduling()
         _check(
             self.max_step_tokens >= self.max_batch_size,
@@ -369,16 +356,6 @@ class EngineConfig:
             "lora_mode 'merge' takes sequences by adapter already: leave cluster out of scheduling_policy "
             f"{self.scheduling_policy!r}",
         )
-        for kind in ("tenant", "adapter"):
-            for name in (f"{kind}_max_concurrency", f"{kind}_tokens_per_minute", f"{kind}_max_queue"):
-                value = getattr(self, name)
-                _check(value is None or value >= 1, f"{name} must be at least 1 or None, got {value}")
-        for name in ("ttft_target_s", "vtc_output_price"):
-            value = getattr(self, name)
-            _check(0 < value <= _LARGEST, f"{name} must be above 0 and at most {_LARGEST:g}, got {value}")
-        for name in ("priority_s", "vtc_input_price", "cluster_max_passes"):
-            value = getattr(self, name)
-            _check(0 <= value <= _LARGEST, f"{name} must be in [0, {_LARGEST:g}], got {value}")
         _check(
             isinstance(self.tenant_weights, Mapping),
             f"tenant_weights must map tenants to weights, got {self.tenant_weights!r}",
@@ -390,16 +367,8 @@ class EngineConfig:
             for name, weight in self.tenant_weights.items()
         }
         for name, weight in weights.items():
-            _check(
-                1 / _LARGEST <= weight <= _LARGEST,
-                f"tenant_weights[{name!r}] must be in [{1 / _LARGEST:g}, {_LARGEST:g}], got {weight}",
-            )
+            _check(weight in _WEIGHT, f"tenant_weights[{name!r}] must be {_WEIGHT}, got {weight}")
         object.__setattr__(self, "tenant_weights", weights)
-
-
-LORA_MODES: tuple[str, ...] = typing.get_args(LoraMode)
-_LARGEST = 1e9  # price, weight, seconds
-_INTEGERS = 2**48
 
 
 def _check(ok: bool, message: str) -> None:

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 
 import jax
@@ -88,60 +88,15 @@ class Engine:
         self._adapters = AdapterStore(
             self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop, slot_pages=size.slot_pages
         )
-        limits = SchedulerLimits.of(
-            config,
-            max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
-            max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
-        )
-        layout, dtype = self._layout, jnp.dtype(config.dtype)
-        page_bytes = layout.n_layers * layout.tp * layout.page_elems * dtype.itemsize
         self._requests: dict[str, Request] = {}
-        self._registry = AdapterRegistry(
-            self._adapters,
-            model_config,
-            layout,
-            dtype=dtype,
-            max_rank=config.max_lora_rank,
-            usable_pages=self._pool.usable_for("adapter"),
-            page_bytes=page_bytes,
-            host_copy=self._runner.host_copy,
-            requests=self._requests,
-        )
-        self._loader = AdapterLoader(
-            self._adapters,
-            self._runner,
-            self._registry.prepare,
-            staging_bytes=config.adapter_staging_bytes
-            or max(_STAGING_BYTES, size.num_pages * page_bytes // 64),
-            measured=functools.partial(self._reclaim.costs.measured, "adapter"),
-        )
-        self._scheduler = Scheduler(
-            limits,
-            self._reclaim,
-            self._adapters,
-            self._loader,
-            self._prefixes,
-            WaitingQueue(config, time.monotonic),
-        )
-        eos = {*model_config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}
-        self._intake = RequestIntake(
-            RequestLimits(
-                vocab_size=model_config.vocab_size,
-                max_model_len=size.max_model_len,
-                max_logprobs=config.max_logprobs,
-                page_tokens=config.page_tokens,
-                usable_pages=self._pool.usable_for("kv"),
-                unified_memory=self._pool.unified,
-            ),
-            self._adapters,
-            tokenizer,
-            frozenset(t for t in eos if 0 <= t < model_config.vocab_size),  # others cannot be sampled
-            config.seed,
-            taken_ids=self._requests,
-        )
+        self._registry = self._new_registry()
+        self._loader = self._new_loader(size.num_pages)
+        self._scheduler = self._new_scheduler()
+        self._intake = self._new_intake()
         self._in_flight: InFlight | None = None
         self._step_end = time.perf_counter()
-        self._undelivered: list[StreamEvent] = []
+        self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
+        self._others: dict[str, list[StreamEvent]] = {}  # that `_run` met, for `step`; by request id
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens", "output_tokens", "finished", "aborted", "failed"), 0
         )
@@ -262,36 +217,17 @@ class Engine:
         (prompt, parameters or sizes that cannot be served, with the limit), UnknownAdapterError, or
         LimitExceededError (a limit of its tenant or adapter; `retry_after_s` says when to come back).
         """
+        own_id = self._intake.new_id() if request_id is None else request_id
         params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._intake.one(
-            prompt,
-            adapter_id,
-            params,
-            request_id=request_id,
-            tenant=tenant,
-            priority=priority,
-            deadline_s=deadline_s,
-        )
-        self._enqueue([request])
-        return request.request_id
+        self.add_requests([GenerateRequest(own_id, prompt, adapter_id, params, tenant, priority, deadline_s)])
+        return own_id
 
     def add_requests(self, asked: Seq[GenerateRequest]) -> None:
         """Queue all of these requests, or none: raises like `add_request` for the first that cannot be
         served, and LimitExceededError where they exceed a limit together. Early-abort gives up all of
         them, or none once one has begun: nothing is computed in vain.
         """
-        requests = [
-            self._intake.one(
-                a.prompt,
-                a.adapter_id,
-                a.params,
-                request_id=a.request_id,
-                tenant=a.tenant,
-                priority=a.priority,
-                deadline_s=a.deadline_s,
-            )
-            for a in asked
-        ]
+        requests = [self._intake.one(one) for one in asked]
         Call.of(requests)
         self._enqueue(requests)
 
@@ -302,6 +238,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return []
+        self._claim({request_id})
         earlier = [e for e in self._undelivered if e.request_id == request_id]
         self._undelivered = [e for e in self._undelivered if e.request_id != request_id]
         return earlier + self._end(request, "abort")
@@ -311,29 +248,12 @@ class Engine:
 
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
-        started = time.perf_counter()
-        for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
-            self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
-        try:
-            self._planned = plan = self._schedule()
-            launched = self._runner.launch(plan) if plan else None
-            if self._in_flight is not None:
-                self._undelivered += self._collect(self._in_flight)
-        except BaseException:  # Ctrl-C above all
-            self._rewind()
-            raise
-        self._pace(both=launched is not None and self._in_flight is not None)
-        self._in_flight = launched
-        if launched is None:
-            self._last_plan = plan
-        else:
-            self._count(plan, time.perf_counter() - started)
-        events, self._undelivered = self._undelivered, []
-        return events
+        self._claim(self._others.keys())
+        return self._step()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests or self._in_flight or self._undelivered)
+        return bool(self._requests or self._in_flight or self._undelivered or self._others)
 
     # -- adapters --
 
@@ -431,11 +351,12 @@ class Engine:
         """What the engine is at, for the log of one that hangs: its last step, requests, adapters in
         transfer. Safe in any thread, also while `step` runs.
         """
-        plan, requests = self._planned, list(self._requests)
+        plan, packed, requests = self._planned, self._runner.packed, list(self._requests)
+        shape = f" (shape: {packed[1]})" if packed is not None and packed[0] is plan else ""
         stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
         return (
             f"the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks of "
-            f"prompts, {plan.num_tokens} tokens (shape: {self._runner.shape}), of requests {_some(stepped)}; "
+            f"prompts, {plan.num_tokens} tokens{shape}, of requests {_some(stepped)}; "
             f"{len(requests)} requests have not ended: {_some(requests)}; "
             f"adapters in transfer: {_some(self._loader.under_way())}"
         )
@@ -467,6 +388,79 @@ class Engine:
 
     # -- inside --
 
+    def _new_registry(self) -> AdapterRegistry:
+        return AdapterRegistry(
+            self._adapters,
+            self.model_config,
+            self._layout,
+            dtype=jnp.dtype(self.config.dtype),
+            max_rank=self.config.max_lora_rank,
+            usable_pages=self._pool.usable_for("adapter"),
+            host_copy=self._runner.host_copy,
+            requests=self._requests,
+        )
+
+    def _new_loader(self, num_pages: int) -> AdapterLoader:
+        pool_bytes = num_pages * self._layout.page_bytes(jnp.dtype(self.config.dtype).itemsize)
+        return AdapterLoader(
+            self._adapters,
+            self._runner,
+            self._registry.prepare,
+            staging_bytes=self.config.adapter_staging_bytes or max(_STAGING_BYTES, pool_bytes // 64),
+            measured=functools.partial(self._reclaim.costs.measured, "adapter"),
+        )
+
+    def _new_scheduler(self) -> Scheduler:
+        limits = SchedulerLimits.of(
+            self.config,
+            max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
+            max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
+        )
+        waiting = WaitingQueue(self.config, time.monotonic)
+        return Scheduler(limits, self._reclaim, self._adapters, self._loader, self._prefixes, waiting)
+
+    def _new_intake(self) -> RequestIntake:
+        vocab_size = self.model_config.vocab_size
+        limits = RequestLimits(
+            vocab_size=vocab_size,
+            max_model_len=self.max_model_len,
+            max_logprobs=self.config.max_logprobs,
+            page_tokens=self.config.page_tokens,
+            usable_pages=self._pool.usable_for("kv"),
+            unified_memory=self._pool.unified,
+        )
+        eos = {*self.model_config.eos_token_ids}
+        eos |= set() if self.tokenizer is None else {*self.tokenizer.eos_token_ids}
+        return RequestIntake(
+            limits,
+            self._adapters,
+            self.tokenizer,
+            frozenset(t for t in eos if 0 <= t < vocab_size),  # others cannot be sampled
+            self.config.seed,
+            taken_ids=self._requests,
+        )
+
+    def _step(self) -> list[StreamEvent]:
+        started = time.perf_counter()
+        for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
+            self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
+        try:
+            self._planned = plan = self._schedule()
+            launched = self._runner.launch(plan) if plan else None
+            if self._in_flight is not None:
+                self._undelivered += self._collect(self._in_flight)
+        except BaseException:  # Ctrl-C above all
+            self._rewind()
+            raise
+        self._pace(both=launched is not None and self._in_flight is not None)
+        self._in_flight = launched
+        if launched is None:
+            self._last_plan = plan
+        else:
+            self._count(plan, time.perf_counter() - started)
+        events, self._undelivered = self._undelivered, []
+        return events
+
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
         """Step until these requests have ended, yielding their events; others' wait for the next `step`.
 
@@ -475,21 +469,29 @@ class Engine:
         mine = {r.request_id for r in requests}
         try:
             self._enqueue(requests, queue_limits=False)
-            while not all(r.finished for r in requests) or any(
-                e.request_id in mine for e in self._undelivered
-            ):
-                events = self.step()
-                self._undelivered += [e for e in events if e.request_id not in mine]
+            while self._claim(mine) or not all(r.finished for r in requests):
+                events = self._step()
+                for event in events:
+                    if event.request_id not in mine:
+                        self._others.setdefault(event.request_id, []).append(event)
                 yield from (e for e in events if e.request_id in mine)
         finally:
             for request in requests:
                 if self._requests.get(request.request_id) is request:
                     self.abort(request.request_id)
+            self._claim(mine)
             self._undelivered = [e for e in self._undelivered if e.request_id not in mine]
             if not self._requests and self._in_flight is not None:
                 # The step ahead, whose tokens nobody wants. A process must not exit while it runs.
                 self._undelivered += self._collect(self._in_flight)
                 self._in_flight = None
+
+    def _claim(self, request_ids: Set[str]) -> bool:
+        """Have the next step hand out what `_run` kept of these requests; False where that is nothing."""
+        found = [request_id for request_id in self._others if request_id in request_ids]
+        kept = [event for request_id in found for event in self._others.pop(request_id)]
+        self._undelivered = kept + self._undelivered
+        return bool(found)
 
     def _schedule(self) -> StepPlan:
         """The next step's plan. Where nothing can run before an adapter is loaded, wait for it, but not for

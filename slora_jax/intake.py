@@ -14,7 +14,14 @@ import numpy as np
 from slora_jax.checks import as_kind, as_list
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.outputs import RequestMetrics
-from slora_jax.request import DEFAULT_TENANT, Request, Sequence, as_token_ids, sequence_seed
+from slora_jax.request import (
+    DEFAULT_TENANT,
+    GenerateRequest,
+    Request,
+    Sequence,
+    as_token_ids,
+    sequence_seed,
+)
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.text import IncrementalDetokenizer, Tokenizer
 
@@ -76,56 +83,44 @@ class RequestIntake:
         requests: list[Request] = []
         try:
             for i, prompt in enumerate(every):
-                request = self.one(
-                    prompt,
-                    names[i],
-                    params[i],
-                    prompt_index=i,
-                    tenant=tenant,
-                    priority=priority,
-                    deadline_s=deadline_s,
+                asked = GenerateRequest(
+                    self.new_id(), prompt, names[i], params[i], tenant, priority, deadline_s
                 )
-                requests.append(request)
+                requests.append(self.one(asked, prompt_index=i))
         except (ValueError, LookupError) as error:
             error.add_note(f"in prompt {len(requests)} of {len(every)}")
             raise
         return requests
 
-    def one(
-        self,
-        prompt: Prompt,
-        adapter_id: str | None,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        prompt_index: int = 0,
-        tenant: str = DEFAULT_TENANT,
-        priority: int = 0,
-        deadline_s: float | None = None,
-    ) -> Request:
+    def new_id(self) -> str:
+        """A request id that no unfinished request has."""
+        return next(self._ids)
+
+    def one(self, asked: GenerateRequest, prompt_index: int = 0) -> Request:
         """A Request and its `params.n` sequences, not yet queued.
 
         Raises UnknownAdapterError, or ValueError naming the prompt's token, the parameter or the limit.
         """
+        params = asked.params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters must be a SamplingParams, got {params!r}")
-        if request_id is not None:
-            as_kind("request_id", request_id, str)
+        if not as_kind("request_id", asked.request_id, str):
+            raise ValueError("request_id must not be empty; None has the engine choose one")
         adapter = None
-        if adapter_id is not None:
-            adapter = self._adapters.get(as_kind("an adapter id", adapter_id, str, " or None"))
-        tokens = self._tokens(prompt)
+        if asked.adapter_id is not None:
+            adapter = self._adapters.get(as_kind("an adapter id", asked.adapter_id, str, " or None"))
+        tokens = self._tokens(asked.prompt)
         self._check(tokens, params, adapter)
         request = Request(
-            request_id=request_id or next(self._ids),
-            prompt=prompt if isinstance(prompt, str) else None,
+            request_id=asked.request_id,
+            prompt=asked.prompt if isinstance(asked.prompt, str) else None,
             prompt_token_ids=tokens,
             prompt_index=prompt_index,
             adapter=adapter,
             params=params,
-            tenant=_tenant(tenant),
-            priority=_priority(priority),
-            deadline_s=_deadline(deadline_s),
+            tenant=_tenant(asked.tenant),
+            priority=_priority(asked.priority),
+            deadline_s=_deadline(asked.deadline_s),
             metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(tokens)),
         )
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed

@@ -117,7 +117,7 @@ class ModelRunner:
         )
         self._batches = BatchBuilder(layout, self.backend, self.buckets, merged=self._merger is not None)
         self._programs: dict[StepShape, Program] = {}
-        self.shape: StepShape | None = None  # of the last step that was launched, or is about to be
+        self.packed: tuple[StepPlan, StepShape] | None = None  # the last plan that has a shape
         self._transfer = AdapterTransfer(mesh, self._pool, POOL_SPEC)
         self._count_tokens = jax.jit(
             update_token_counts, donate_argnums=0, out_shardings=NamedSharding(mesh, REPEATED)
@@ -133,7 +133,7 @@ class ModelRunner:
         if self._merger is not None:
             self._merger.switch(next(iter(plan)).sequence.adapter, self._pool)
         shape, words = self._batches.build(plan)
-        self.shape = shape
+        self.packed = plan, shape
         packed = jax.device_put(words, self._sharding())
         self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
         if self._device_memory:

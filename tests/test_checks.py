@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from slora_jax import EngineConfig, SamplingParams
+from slora_jax.checks import Interval, check_fields
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_the_scalars_of_numpy_become_python_s() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_the_engine_s_seed_has_bounds(seed: int) -> None:
-    with pytest.raises(ValueError, match=r"seed must be in \[0, 2\^63\)"):
+    with pytest.raises(ValueError, match=rf"seed must be in \[0, {2**63 - 1}\], got "):
         EngineConfig(seed=seed)
 
 
@@ -89,3 +91,45 @@ def test_what_the_device_s_float32_cannot_hold_is_refused(fields: dict[str, Any]
     with pytest.raises(ValueError, match=rf"{next(iter(fields))}.*float32"):
         SamplingParams(**fields)
     SamplingParams(temperature=3e38, logit_bias={1: -math.inf, 2: 3e38})
+
+
+@pytest.mark.parametrize(
+    ("limits", "words", "within", "beyond"),
+    [
+        (Interval(1), "at least 1", (1, 1e30), (0, -1, math.nan)),
+        (Interval(0, above_low=True), "above 0", (5e-324,), (0, -1, math.nan)),
+        (Interval(0, 1), r"in \[0, 1\]", (0, 0.5, 1), (-0.1, 1.1, math.nan)),
+        (
+            Interval(0, 1e9, above_low=True),
+            r"above 0 and at most 1e\+09",
+            (0.1, 1e9),
+            (0, 2e9, math.nan, math.inf),
+        ),
+    ],
+)
+def test_a_number_beyond_its_fields_limits_is_refused_with_them(
+    limits: Interval, words: str, within: tuple[float, ...], beyond: tuple[float, ...]
+) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        x: float | None = dataclasses.field(default=None, metadata={"limits": limits})
+
+    check_fields(Config())
+    for value in within:
+        check_fields(Config(value))
+    for value in beyond:
+        with pytest.raises(ValueError, match=rf"x must be {words} or None, got {value}"):
+            check_fields(Config(value))
+
+
+def test_every_number_and_choice_of_the_engines_config_has_limits() -> None:
+    for field in dataclasses.fields(EngineConfig):
+        if isinstance(field.default, str) and field.name != "compile_cache_dir":
+            wrong: list[Any] = ["none such"]
+        elif isinstance(field.default, bool) or not {"int", "float"} & set(str(field.type).split(" | ")):
+            continue
+        else:
+            wrong = [-1, math.inf] if "float" in str(field.type) else [-1, 2**63]
+        for value in wrong:
+            with pytest.raises(ValueError, match=rf"EngineConfig: {field.name} must be .*got "):
+                EngineConfig(**{field.name: value})

@@ -98,9 +98,11 @@ def run(args: argparse.Namespace) -> int:
 def _check(item: tuple[str, Path], *, model: Any, layout: Any, config: EngineConfig) -> Report:
     from slora_jax.lora.packing import pack_adapter
     from slora_jax.lora.peft import read_adapter
+    from slora_jax.lora.registry import check_adapter_name
 
     name, path = item
     try:
+        check_adapter_name(name)
         adapter = read_adapter(path, model, max_rank=config.max_lora_rank)
         packed = pack_adapter(adapter, layout, _dtype(config))
         pages = packed.layout.num_pages

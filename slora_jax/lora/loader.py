@@ -26,6 +26,7 @@ from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.outputs import LoadStats
+from slora_jax.workers import DaemonWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +108,7 @@ class AdapterLoader:
         self._store, self._device, self._read = store, device, read
         self._staging_bytes = staging_bytes
         self.step_seconds: float | None = None
-        self._executor: concurrent.futures.Executor = concurrent.futures.ThreadPoolExecutor(
-            _READERS, thread_name_prefix="adapter-reader"
-        )
+        self._readers = DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
         self._guess: Adapter | None = None  # loaded though no request asks for it
@@ -265,7 +264,8 @@ class AdapterLoader:
         if not host.make_room(adapter.host_bytes) and (host.held or host.promised):
             self._host_full_in = host.turn
             return
-        future = self._executor.submit(_read_again, self._read, adapter.name, stamp, adapter.shape)
+        what = f"the read of adapter '{adapter.name}' from {stamp.folder}"
+        future = self._readers.submit(what, _read_again, self._read, adapter.name, stamp, adapter.shape)
         adapter.state = "reading"
         self._misses += 1
         host.promised += adapter.host_bytes

@@ -7,7 +7,6 @@ is `store.py`'s, how weights come from disk to the device `loader.py`'s.
 from __future__ import annotations
 
 import os
-import unicodedata
 import weakref
 from collections.abc import Callable, Mapping, Set
 
@@ -26,11 +25,26 @@ from slora_jax.memory.layout import PageLayout
 from slora_jax.outputs import AdapterInfo
 from slora_jax.request import Request
 
+_NAME_CHARACTERS = 256
+
+
+def check_adapter_name(name: object) -> None:
+    """Raise ValueError for what is no adapter's name, wherever it comes from.
+
+    Metrics join names by commas, and a line of a log has whole ones.
+    """
+    text = str(as_kind("an adapter's name", name, str))
+    if not 0 < len(text) <= _NAME_CHARACTERS or text != text.strip() or "," in text or not text.isprintable():
+        raise ValueError(
+            f"an adapter's name must have 1 to {_NAME_CHARACTERS} printable characters, no comma among them, "
+            f"and no space at either end, got {text[:_NAME_CHARACTERS]!r}"
+        )
+
 
 class AdapterRegistry:
     """What `Engine` offers of adapters; its methods of the same names say effects and errors.
 
-    `dtype` and `page_bytes` are of the pool, which has `usable_pages` for adapters. `host_copy` makes an
+    `dtype` is of the pool, which has `usable_pages` for adapters. `host_copy` makes an
     adapter's pages ready to be copied. `requests` are those under way, the engine's own table. Only `prepare`
     may be called in any thread.
     """
@@ -44,13 +58,12 @@ class AdapterRegistry:
         dtype: np.dtype,
         max_rank: int,
         usable_pages: int,
-        page_bytes: int,
         host_copy: Callable[[np.ndarray], HostCopy],
         requests: Mapping[str, Request],
     ) -> None:
         self._store, self._model_config, self._layout = store, model_config, layout
         self._dtype, self._max_rank = dtype, max_rank
-        self._usable_pages, self._page_bytes = usable_pages, page_bytes
+        self._usable_pages = usable_pages
         self._host_copy, self._requests = host_copy, requests
         # Adapters given from memory may be registered under many names, and share one host copy.
         self._copies: weakref.WeakKeyDictionary[PackedAdapter, HostCopy] = weakref.WeakKeyDictionary()
@@ -68,7 +81,7 @@ class AdapterRegistry:
         self, name: str, path: str | os.PathLike[str] | PreparedAdapter, *, replace: bool
     ) -> AdapterInfo:
         """Register an adapter whose weights are in host memory already, or are read now."""
-        _check_name(name)
+        check_adapter_name(name)
         prepared = path if isinstance(path, PreparedAdapter) else self.prepare(path)
         packed, host = prepared.packed, prepared.host
         self._check_size(name, packed.shape)
@@ -79,7 +92,7 @@ class AdapterRegistry:
 
     def register(self, name: str, path: str | os.PathLike[str], *, replace: bool) -> AdapterInfo:
         """Register an adapter whose weights are read when a request first needs them."""
-        _check_name(name)
+        check_adapter_name(name)
         ranks = promised_ranks(path, self._model_config, max_rank=self._max_rank)
         shape = AdapterShape(self._layout.adapter(ranks), max(ranks.values()), tuple(ranks))
         self._check_size(name, shape)
@@ -103,7 +116,7 @@ class AdapterRegistry:
         if old is not None and old.pinned:
             new = self._store.slot_pages or need
             self._check_pinned(self._store.pinned - {old}, new, f"adapter '{name}' is pinned")
-        nbytes = need * self._page_bytes
+        nbytes = need * self._layout.page_bytes(self._dtype.itemsize)
         return self._store.info(self._store.register(name, path, shape, nbytes, stamp, host, replace=replace))
 
     def unload(self, name: str) -> None:
@@ -163,12 +176,3 @@ class AdapterRegistry:
                     f"{what}: request '{request.request_id}' needs up to {need} pages with {pages} of pinned "
                     f"adapters, the pool has {usable}: wait for its end, unpin others or raise num_pages"
                 )
-
-
-def _check_name(name: str) -> None:
-    as_kind("an adapter's name", name, str)
-    if not name or name != name.strip() or any(unicodedata.category(c) in ("Cc", "Cs") for c in name):
-        raise ValueError(
-            "an adapter's name must not be empty, begin or end with a space, or hold control characters or "
-            f"lone surrogates, got {name!r}"
-        )

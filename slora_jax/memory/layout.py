@@ -112,6 +112,10 @@ class PageLayout:
         """Elements of one layer's page on one shard."""
         return 2 * self.n_kv * self.page_tokens * self.head_dim
 
+    def page_bytes(self, itemsize: int) -> int:
+        """Bytes of a page over all layers and shards, of elements of so many bytes."""
+        return self.n_layers * self.tp * self.page_elems * itemsize
+
     @functools.cached_property
     def chunks_per_page(self) -> int:
         return self.page_elems // (RANK_BLOCK * self.chunk_width)

@@ -16,7 +16,8 @@ from slora_jax.cli import demo, smollm2
 from slora_jax.cli.errors import InputError
 from slora_jax.cli.main import main
 from slora_jax.config import ModelConfig
-from slora_jax.engine import Engine
+from slora_jax.runner import ModelRunner
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.conftest import TINY_CONFIG
 from tests.lora.peft_files import write_peft_adapter
 from tests.text.builders import byte_level_backend, write_folder
@@ -168,10 +169,12 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     (folder / "pickled").mkdir()
     (folder / "pickled" / "adapter_model.bin").touch()
     (folder / "notes").mkdir()
+    shutil.copytree(folder / "attention", folder / "a,b")
     command[1] = str(folder)
     code, out, _ = _run(*command, "--json", capsys=capsys)
-    good, dora, pickled = map(json.loads, out.splitlines())
+    comma, good, dora, pickled = map(json.loads, out.splitlines())
     assert code == 1
+    assert "no comma" in comma["refused"]
     assert (good["name"], good["rank"], good["modules"]) == ("attention", 4, {"q_proj": 4, "v_proj": 4})
     assert good["refused"] is None
     assert good["bytes"] == good["pages"] * 2 * 2 * 2 * 16 * 4 * 16  # layers, bytes, K and V, tokens, heads
@@ -181,12 +184,12 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     code, out, _ = _run(*command, capsys=capsys)
     assert code == 1
     assert "pickled: " in out
-    assert "1 of 3 adapters" in out
+    assert "1 of 4 adapters" in out
 
     code, out, _ = _run(*command[:1], str(folder / "attention"), *command[2:], capsys=capsys)
     assert (code, "1 of 1 adapters" in out) == (0, True)
     code, out, _ = _run(*command, "--num-pages", "2", "--json", capsys=capsys)
-    assert "raise num_pages" in json.loads(out.splitlines()[0])["refused"]
+    assert "raise num_pages" in json.loads(out.splitlines()[1])["refused"]
     code, _, err = _run(*command[:1], str(folder / "notes"), *command[2:], capsys=capsys)
     assert code == 2
     assert "neither it nor a folder in it holds adapter_config.json" in err
@@ -264,10 +267,10 @@ def test_traceback_shows_where_an_error_arose(tiny_model_dir: Path) -> None:
 def test_an_error_of_a_running_batch_is_no_mistake_of_the_user(
     tiny_model_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(engine: Engine) -> None:
+    def fail(runner: ModelRunner, plan: StepPlan) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(ModelRunner, "launch", fail)
     with pytest.raises(ValueError, match="a bug"):
         main(["generate", str(tiny_model_dir), "--prompts", str(prompts), *ENGINE])
 

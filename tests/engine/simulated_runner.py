@@ -89,7 +89,7 @@ class SimulatedRunner:
 
     stages_adapters = False
     copy_bytes_per_s: float | None = None
-    shape = None
+    packed = None
     pinned_host_limit: int | None = None
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:

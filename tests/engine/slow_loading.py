@@ -11,15 +11,15 @@ from tests.engine.simulated_engine import simulated_engine
 from tests.engine.simulated_runner import Disk, StagingRunner, simulated_adapter
 
 
-class DeferredExecutor(concurrent.futures.Executor):
-    """Runs jobs when it is told to."""
+class DeferredWorkers:
+    """Takes DaemonWorkers' place: runs jobs when it is told to."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = []
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    def submit(self, what: str, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.jobs.append((future, lambda: fn(*args, **kwargs)))
+        self.jobs.append((future, lambda: function(*args)))
         return future
 
     def run(self, pick: int = 0) -> bool:
@@ -39,11 +39,11 @@ class Bench:
     """An engine over a slow device and a slow disk, both in the test's hands."""
 
     def __init__(self, looks: Callable[[], int] = lambda: 0, **fields: Any) -> None:
-        self.disk, self.executor = Disk(), DeferredExecutor()
+        self.disk, self.executor = Disk(), DeferredWorkers()
         self.engine = engine = simulated_engine(StagingRunner, **fields)
         engine._runner.disk, engine._runner.looks = self.disk, looks  # type: ignore[attr-defined]
         loader: Any = engine._loader
-        loader._executor = self.executor
+        loader._readers = self.executor
         loader._read = lambda path: self.disk.prepare(engine._layout, path)
         loader.wait = lambda timeout: False  # the test decides when a read ends
 

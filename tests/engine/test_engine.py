@@ -13,9 +13,13 @@ import pytest
 
 import slora_jax.runner
 from slora_jax import AdapterExistsError, SamplingParams, UnknownAdapterError
+from slora_jax.batch import StepShape
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import AdapterTransfer
+from slora_jax.programs import Program
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.tiny_engine import ADAPTERS, GREEDY, PROMPTS, make_engine
+from tests.lora.names import NO_NAMES
 from tests.lora.peft_files import write_peft_adapter
 
 
@@ -223,6 +227,8 @@ def test_arguments_of_another_kind_are_refused_by_name(
         engine.generate(*arguments)
     with pytest.raises(ValueError, match="request_id must be a string, got 5"):
         engine.add_request([1], request_id=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="request_id must not be empty"):
+        engine.add_request([1], request_id="")
     assert not engine.has_unfinished()
 
 
@@ -257,10 +263,13 @@ def test_adapter_names(engine: Engine, adapters: dict[str, Path]) -> None:
         engine.load_adapter("qv_r3", adapters["qv_r3"])
     with pytest.raises(UnknownAdapterError):
         engine.unload_adapter("nobody")
-    for name in ("", " a", "a\n", "a\0b", "a\x7fb", "\ud800"):
+    for name in NO_NAMES:
         for enter in (engine.load_adapter, engine.register_adapter):
-            with pytest.raises(ValueError, match="must not be empty, begin or end with a space, or hold"):
+            with pytest.raises(ValueError, match="name must have 1 to 256 printable characters, no comma"):
                 enter(name, adapters["qv_r3"])
+    for name in ("sql/v2", "é", "two words", "../x", "x" * 256):
+        assert engine.register_adapter(name, adapters["qv_r3"]).name == name
+        engine.unload_adapter(name)
     with pytest.raises(ValueError, match="an adapter's name must be a string, got 5"):
         engine.load_adapter(5, adapters["qv_r3"])  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
@@ -383,3 +392,26 @@ def test_what_is_under_way_names_the_steps_shape_and_the_requests(engine: Engine
     engine.abort("mine")
     while engine.has_unfinished():
         engine.step()
+
+
+def test_the_shape_of_another_step_is_never_told_as_the_planned_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = engine._runner
+    told: list[tuple[StepShape | None, str]] = []
+    build, program = runner._batches.build, runner.program
+
+    def building(plan: StepPlan) -> tuple[StepShape, np.ndarray]:
+        told.append((None, engine.under_way()))
+        return build(plan)
+
+    def running(shape: StepShape) -> Program:
+        told.append((shape, engine.under_way()))
+        return program(shape)
+
+    monkeypatch.setattr(runner._batches, "build", building)
+    monkeypatch.setattr(runner, "program", running)
+    engine.generate([[1] * 20], None, GREEDY)
+    assert len({shape for shape, _ in told}) >= 3  # none yet, a prompt's, a decode's
+    for shape, text in told:
+        assert (f"tokens (shape: {shape}), of" if shape else "tokens, of requests") in text

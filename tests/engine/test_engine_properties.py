@@ -21,6 +21,7 @@ from tests.engine.simulated_runner import (
     expected_tokens,
     simulated_adapter,
 )
+from tests.engine.slow_loading import Bench
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
@@ -145,12 +146,44 @@ def test_two_streams_read_in_turn_or_one_after_the_other() -> None:
     assert not engine.has_unfinished()
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_generate_waits_for_a_read_also_while_events_of_others_are_kept(others: bool) -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    waits: list[float] = []
+
+    def wait(timeout: float) -> bool:
+        waits.append(timeout)
+        return len(waits) < 3 or bench.executor.run()  # two waits of 10 ms, and it is there
+
+    bench.engine._loader.wait = wait  # type: ignore[method-assign]
+    other = bench.engine.add_request([9], None, SamplingParams(max_tokens=2)) if others else ""
+    bench.engine.generate([[5, 6]], sampling_params=SamplingParams(max_tokens=9))
+    (out,) = bench.engine.generate([[1, 2]], "a", SamplingParams(max_tokens=4))
+    assert out.token_ids == expected_tokens([1, 2], 7, 4, VOCAB)
+    assert 3 <= len(waits) <= 4  # none, and the steps spin
+    events = bench.engine.step() if others else []
+    assert [t for e in events for t in e.token_ids] == expected_tokens([9], BASE, 2 * others, VOCAB)
+    assert {e.request_id for e in events} <= {other}
+    assert not bench.engine.has_unfinished()
+
+
+def test_a_step_that_has_events_to_hand_out_waits_for_no_read() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    bench.engine._loader.wait = lambda timeout: pytest.fail("it waited")  # type: ignore[method-assign]
+    bench.engine.add_request([9], None, SamplingParams(max_tokens=2))
+    bench.engine.generate([[5, 6]], sampling_params=SamplingParams(max_tokens=9))
+    bench.engine.add_request([1, 2], "a", SamplingParams(max_tokens=4))
+    assert [e.finish_reason for e in bench.engine.step()] == [None, "length"]
+
+
 def test_closing_a_stream_keeps_the_events_of_others() -> None:
     engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
     stream = engine.stream([[7, 7]], sampling_params=SamplingParams(max_tokens=9))
     next(iter(stream))
     other = engine.add_request([1, 2, 3], None, SamplingParams(max_tokens=4))
-    while not any(e.request_id == other for e in engine._undelivered):
+    for _ in range(4):  # whose steps give it some
         next(stream)
     stream.close()  # type: ignore[attr-defined]
     tokens: list[int] = []

@@ -11,6 +11,7 @@ import pytest
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.engine import Engine
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = """
 import sys
 from slora_jax import EngineConfig, SamplingParams
@@ -42,3 +43,26 @@ def test_no_step_is_left_in_flight_once_all_requests_have_ended(tiny_model_dir: 
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert not engine.has_unfinished()
+
+
+STUCK = """
+import logging, time
+from slora_jax import SamplingParams
+from tests.engine.slow_loading import Bench
+from slora_jax.workers import DaemonWorkers
+
+logging.basicConfig()
+bench = Bench(num_pages=60, max_batch_size=2, max_step_tokens=16)
+path = bench.register("slow", 7)
+bench.engine._loader._readers = DaemonWorkers(4, "adapter-reader")
+bench.engine._loader._read = lambda path: time.sleep(600)
+bench.engine.add_request([1], "slow")
+bench.engine.step()
+"""
+
+
+def test_a_read_that_never_returns_does_not_keep_the_process() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    assert "the process ends without the read of adapter 'slow' from /disk/7, which has" in process.stderr

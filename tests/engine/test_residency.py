@@ -16,7 +16,6 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 
 from slora_jax import SamplingParams
 from slora_jax.lora.loader import AdapterLoader
-from slora_jax.lora.store import Adapter
 from slora_jax.outputs import StreamEvent
 from tests.engine.histories import History
 from tests.engine.simulated_engine import VOCAB
@@ -336,30 +335,6 @@ def test_a_read_that_ends_after_its_adapter_is_gone_leaves_nothing() -> None:
     bench.engine.check_integrity()
     assert bench.engine.stats().loading.host_bytes == 0
     assert bench.engine._adapters.host.promised == 0
-
-
-def test_steps_and_statistics_look_at_no_adapter_that_nobody_asks_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16, scheduling_policy="vtc+cluster")
-    for i in range(300):
-        bench.register(f"a{i}", i + 1)
-    for i in (7, 8, 9):
-        bench.engine.add_request([1, 2], f"a{i}", GREEDY)
-    looked: set[str] = set()
-    plain = Adapter.__getattribute__
-
-    def look(adapter: Adapter, field: str) -> Any:
-        looked.add(plain(adapter, "name"))
-        return plain(adapter, field)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Adapter, "__getattribute__", look)
-        while bench.engine.has_unfinished():
-            bench.executor.run()
-            bench.engine.step()
-            assert bench.engine.stats().adapters_registered == 300
-    assert looked == {"a7", "a8", "a9"}
 
 
 def test_the_seconds_of_reads_and_copies_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

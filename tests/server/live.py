@@ -25,8 +25,8 @@ class LiveServer:
         self.url = url
         self.engine = engine
 
-    def openai(self, key: str = "any") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+    def openai(self, key: str = "any", max_retries: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=max_retries, timeout=30)
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=30, trust_env=False, **kwargs)

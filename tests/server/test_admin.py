@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.routing import Mount
 from slora_jax.server.app import create_app
 from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.config import ServerConfig
+from tests.lora.names import NO_NAMES
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 from tests.server.live import LiveServer, serve
 
@@ -58,9 +60,7 @@ def test_pins_of_names_that_are_not_there_are_refused(server: LiveServer, path: 
     assert error_of(server, path, {"lora_name": 5})[:2] == (400, "BadRequestError")
 
 
-@pytest.mark.parametrize(
-    "name", ["", "a/b", "a\nb", "a\0", "\u0085", " ", "a,b", "\u202e", b"\\ud800", b"\xff"]
-)
+@pytest.mark.parametrize("name", [*(name for name in NO_NAMES if name != "\ud800"), b"\\ud800", b"\xff"])
 @pytest.mark.parametrize("path", [LOAD, UNLOAD, "/v1/pin_lora_adapter", "/v1/unpin_lora_adapter"])
 def test_what_is_no_name_is_a_bad_request_everywhere(
     server: LiveServer, adapter_dir: Path, path: str, name: str | bytes
@@ -85,13 +85,13 @@ def test_what_is_no_name_is_a_bad_request_everywhere(
         ({"lora_name": "x", "lora_path": ""}, 400, "InvalidUserInput", "must be provided"),
         ({"lora_name": "x", "lora_path": "/no/such/folder"}, 404, "NotFoundError", "/no/such/folder"),
         ({"lora_name": "x", "lora_path": "a\0b"}, 400, "BadRequestError", "NUL"),
-        ({"lora_name": "a,b", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
-        ({"lora_name": "../x", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
-        ({"lora_name": "team/x", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
+        (
+            {"lora_name": "a,b", "lora_path": "p"},
+            400,
+            "InvalidUserInput",
+            "lora_name: an adapter's name",
+        ),
         ({"lora_name": "", "lora_path": "p"}, 400, "InvalidUserInput", "must be provided"),
-        ({"lora_name": "x\n", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
-        ({"lora_name": "é", "lora_path": "p"}, 400, "InvalidUserInput", "letters, digits"),
-        ({"lora_name": "x" * 129, "lora_path": "p"}, 400, "InvalidUserInput", "128"),
         ({"lora_name": "fake-model", "lora_path": "p"}, 400, "InvalidUserInput", "base model"),
         ({"lora_name": 5, "lora_path": "p"}, 400, "BadRequestError", "lora_name"),
     ],
@@ -99,6 +99,15 @@ def test_what_is_no_name_is_a_bad_request_everywhere(
 def test_refused_loads(server: LiveServer, body: object, status: int, kind: str, words: str) -> None:
     assert error_of(server, LOAD, body)[:2] == (status, kind)
     assert words in error_of(server, LOAD, body)[2]
+
+
+@pytest.mark.parametrize("name", ["team/sql", "é", "two words", "../x", "x" * 256])
+def test_any_other_name_is_one_everywhere(server: LiveServer, adapter_dir: Path, name: str) -> None:
+    assert server.post(LOAD, {"lora_name": name, "lora_path": str(adapter_dir)}).status_code == 200
+    answer = server.post("/v1/completions", {"model": name, "prompt": "x"}).json()
+    assert (answer["model"], answer["choices"][0]["text"]) == (name, f"{name}:x"[:16])
+    assert server.get(f"/v1/models/{urllib.parse.quote(name, safe='')}").json()["id"] == name
+    assert server.post(UNLOAD, {"lora_name": name}).status_code == 200
 
 
 def test_a_bad_adapter_is_the_clients_error_with_its_reason(server: LiveServer, adapter_dir: Path) -> None:

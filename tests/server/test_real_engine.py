@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import json
 import os
@@ -69,7 +68,7 @@ def expected(engine: Engine, adapters: dict[str, Path]) -> dict[tuple[str, str],
 
 
 @pytest.fixture(scope="module")
-def live(engine: Engine, expected: dict[tuple[str, str], str]) -> Iterator[LiveServer]:
+def live(engine: Engine, expected: dict[tuple[str, str], str], broken: Path) -> Iterator[LiveServer]:
     as_served: EngineLike = engine  # the type checker's proof that the engine fits
     with serve(as_served) as live:
         yield live
@@ -296,27 +295,33 @@ _WAYS = {  # a way to break an adapter's folder -> what a client is told of it
 }
 
 
+@pytest.fixture(scope="module")
+def broken(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds adapters that are registered lazily and then broken, each in the way that is its name."""
+    root = tmp_path_factory.mktemp("broken")
+    for how in _WAYS:
+        write_peft_adapter(root / how, ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4})
+        engine.register_adapter(how, os.path.relpath(root / how))
+        _break(root / how, how)
+    return root
+
+
 @pytest.mark.parametrize("how", _WAYS)
 def test_of_a_broken_adapter_clients_see_the_file_and_never_where_it_lies(
-    live: LiveServer, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+    live: LiveServer, broken: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_peft_adapter(tmp_path / "broken", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4})
-    given = os.path.relpath(tmp_path / "broken")
-    register = live.engine.call(lambda engine: engine.register_adapter("lazy", given))  # type: ignore[attr-defined]
-    live.engine._known["lazy"] = asyncio.run(register)
-    _break(tmp_path / "broken", how)
+    given = os.path.relpath(broken / how)
     answers = [live.post("/v1/load_lora_adapter", {"lora_name": "broken", "lora_path": given})]
     answers += [
-        live.post("/v1/completions", {"model": "lazy", "prompt": "x", "max_tokens": 1, "stream": stream})
+        live.post("/v1/completions", {"model": how, "prompt": "x", "max_tokens": 1, "stream": stream})
         for stream in (False, True)
     ]
     assert [answer.status_code for answer in answers] == [404 if how == "gone" else 400, 500, 500]
     for answer in answers:
         message = answer.json()["error"]["message"].replace(given, "GIVEN")
         assert _WAYS[how] in message
-        assert str(tmp_path.parent) not in message
-    assert str(tmp_path) in caplog.text
-    assert live.post("/v1/unload_lora_adapter", {"lora_name": "lazy"}).status_code == 200
+        assert str(broken) not in message
+    assert str(broken) in caplog.text
 
 
 @pytest.mark.parametrize("stream", [True, False])

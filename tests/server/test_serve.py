@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import socket
@@ -16,22 +17,27 @@ import httpx
 import pytest
 
 from slora_jax.server.serve import run_server
+from tests.server.fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = """
-import logging
+import logging, time
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.serve import run_server
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 
 logging.basicConfig(level="INFO")
-factory = lambda: FakeEngine(tokenizer=ByteTokenizer(), step_seconds=0.01)
+class Engine(FakeEngine):
+    {method}
+
+factory = lambda: Engine(tokenizer=ByteTokenizer(), step_seconds=0.01)
 run_server(factory, port=0, config=ServerConfig(drain_seconds={drain_seconds}))
 """
 
 
-def start(drain_seconds: float) -> tuple[subprocess.Popen[str], str]:
-    program = PROGRAM.format(drain_seconds=drain_seconds)
+def start(drain_seconds: float, method: str = "pass") -> tuple[subprocess.Popen[str], str]:
+    """The process and its URL; `method` is one of the fake engine's to replace."""
+    program = PROGRAM.format(drain_seconds=drain_seconds, method=method)
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -80,6 +86,28 @@ def test_sigterm_drains(started: tuple[float, subprocess.Popen[str], str]) -> No
     assert "Traceback" not in process.stderr.read()
 
 
+def test_an_adapters_folder_that_never_answers_does_not_keep_the_process() -> None:
+    process, url = start(0, "def prepare_adapter(self, path): time.sleep(600)")
+    body = {"lora_name": "slow", "lora_path": "/net/slow"}
+    answers: list[httpx.Response] = []
+
+    def load() -> None:
+        answers.append(httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=30, trust_env=False))
+
+    threads = [threading.Thread(target=load) for _ in range(3)]  # one more than are read at a time
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    for thread in threads:
+        thread.join()
+    assert (process.returncode, [a.status_code for a in answers]) == (0, [503] * 3)
+    assert time.monotonic() - started < 8, "it waited for the folder"
+    assert "the process ends without the read of adapter 'slow' from /net/slow, which has" in errors
+
+
 def test_ctrl_c_ends_without_a_traceback() -> None:
     process, url = start(1)
     httpx.get(f"{url}/health", timeout=20, trust_env=False)  # uvicorn handles signals from here on
@@ -87,6 +115,23 @@ def test_ctrl_c_ends_without_a_traceback() -> None:
     _, errors = process.communicate(timeout=15)
     assert process.returncode == 0
     assert "Traceback" not in errors
+
+
+def test_python_does_not_collect_over_what_the_engine_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    engine.many = [[] for _ in range(50_000)]  # type: ignore[attr-defined]
+    walked: list[int] = []
+
+    def run(server: object, sockets: list[socket.socket]) -> None:
+        walked.append(sum(isinstance(o, list) and not o for o in gc.get_objects()))
+
+    monkeypatch.setattr("slora_jax.server.serve._Server.run", run)
+    try:
+        run_server(lambda: engine, port=0)
+    finally:
+        gc.unfreeze()
+    assert len(walked) == 1
+    assert walked[0] < 50_000
 
 
 def test_a_taken_port_fails_before_the_model_is_loaded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -11,21 +12,24 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slora_jax.engine import Engine
+from slora_jax.request import GenerateRequest
 from slora_jax.runner import InFlight
 from slora_jax.scheduling.scheduler import StepPlan
+from slora_jax.server.async_engine import EngineLike
 from tests.engine.simulated_engine import simulated_engine
+from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 from tests.server.live import LiveServer, serve, wait_for
 
 
 def refusals(live: LiveServer) -> dict[tuple[str, str, str], float]:
-    """Count by model_name, tenant and reason."""
+    """Count by model_name, tenant and reason, where there were any."""
     families = text_string_to_metric_families(live.get("/metrics").text)
     return {
         (s.labels["model_name"], s.labels["tenant"], s.labels["reason"]): s.value
         for family in families
         for s in family.samples
-        if s.name == "slora:requests_refused_total"
+        if s.name == "slora:requests_refused_total" and s.value
     }
 
 
@@ -55,6 +59,7 @@ def test_over_a_limit_is_429_with_the_reason_and_when_to_come_back(stream: bool)
         response = live.post("/v1/completions", {**COMPLETION, "user": "greedy", "stream": stream})
         assert response.status_code == 429
         assert response.headers["retry-after"] == "13"
+        assert "x-should-retry" not in response.headers
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("RateLimitError", 429)
         assert "tenant 'greedy'" in error["message"]
@@ -136,6 +141,7 @@ def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
         response = live.post("/v1/completions", {"prompt": [2], "max_tokens": 2, "n": 2, "stream": stream})
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
+        assert "x-should-retry" not in response.headers
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("ServiceUnavailableError", 503)
         assert error["message"].endswith("its first token would come too late; retry in 1 s")
@@ -144,6 +150,42 @@ def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
         assert after.status_code == 200
         assert refusals(live) == {("model", "default", "early-abort"): 1}
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("why", ["deadline", "adapter", "shutting down"])
+def test_openais_client_sends_again_only_what_another_time_or_replica_may_answer(
+    why: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(num_pages=60, max_batch_size=1, max_step_tokens=16)
+    bench.register("broken", 7)
+    bench.disk.failing.append("read")
+    monkeypatch.setattr(bench.engine._loader, "wait", lambda timeout: bench.executor.run())
+    submitted: list[str] = []
+    add = bench.engine.add_requests
+
+    def counted(asked: Sequence[GenerateRequest]) -> None:
+        add(asked)
+        submitted.extend(one.request_id for one in asked)
+        if why == "shutting down":
+            bench.engine._undelivered += bench.engine.abort(submitted[-1])
+
+    monkeypatch.setattr(bench.engine, "add_requests", counted)
+    served: EngineLike = bench.engine
+    with (
+        serve(served) as live,
+        live.openai(max_retries=openai.DEFAULT_MAX_RETRIES) as client,
+        pytest.raises(openai.InternalServerError, match=why) as caught,
+    ):
+        client.completions.create(
+            model="broken" if why == "adapter" else "model",
+            prompt=[1],
+            max_tokens=60,
+            stream=stream,
+            extra_body={"deadline_s": 1e-6} if why == "deadline" else None,
+        )
+    assert caught.value.status_code == (500 if why == "adapter" else 503)
+    assert len(submitted) == (1 + openai.DEFAULT_MAX_RETRIES if why == "shutting down" else 1)
 
 
 def test_a_deadline_that_passes_is_a_503_that_says_so() -> None:

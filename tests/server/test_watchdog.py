@@ -129,7 +129,7 @@ def test_of_a_step_that_hangs_its_size_and_requests_are_told(
         (told,) = stalls(caplog)
         gate.set()
         thread.join()
-    assert "has 0 decodes and 1 chunks of prompts, 3 tokens (shape: " in told
+    assert "has 0 decodes and 1 chunks of prompts, 3 tokens, of requests cmpl-" in told
     assert "9 requests have not ended: cmpl-" in told
     assert "and 1 more; adapters in transfer: none" in told
     assert statuses == [200]

@@ -262,7 +262,9 @@ class EngineConfig:
     compile_cache_dir: str | None = _option(
         None, "folder of compiled steps; None: $XDG_CACHE_HOME/slora-jax/xla; '' keeps none"
     )
-    warmup: bool = _option(False, "compile the usual shapes before the first request")
+    warmup: bool | None = _option(
+        None, "compile the usual shapes before the first request; None: a server on an accelerator does"
+    )
     scheduling_policy: str = _option(
         "fcfs",
         "who is taken next: fcfs, or a sum of cluster (adapters in the batch, in the pool or on their way "

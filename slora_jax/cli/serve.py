@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -80,11 +81,16 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("slora_jax").setLevel(args.log_level.upper())
 
     def load_engine() -> Engine:
+        import jax
+
         from slora_jax.engine import Engine
 
+        # There a step takes many seconds to compile, in which nobody is answered.
+        warmup = jax.default_backend() != "cpu" if engine_config.warmup is None else engine_config.warmup
+        config = dataclasses.replace(engine_config, warmup=warmup)
         with LoadProgress(Console(stderr=True)) as progress:
             return Engine.from_pretrained(
-                args.model, adapters, engine_config, tokenizer=args.tokenizer, progress=progress
+                args.model, adapters, config, tokenizer=args.tokenizer, progress=progress
             )
 
     with reading_input():  # above all a port that is taken, and what load_engine finds wrong

@@ -1,4 +1,4 @@
-"""`slora-jax serve` as a process: it names its address, answers, and leaves on SIGTERM."""
+"""`slora-jax serve`: as a process it names its address, answers and leaves on SIGTERM; its own defaults."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
-from slora_jax.config import ModelConfig
+from slora_jax.cli.main import main
+from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.engine import Engine
 from tests.conftest import TINY_CONFIG
 from tests.lora.peft_files import write_peft_adapter
 
@@ -46,3 +49,18 @@ def test_serve(tiny_model_dir: Path, tmp_path: Path) -> None:
             assert "Traceback" not in rest
         finally:
             server.kill()
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "warm"),
+    [("gpu", [], True), ("cpu", [], False), ("gpu", ["--no-warmup"], False), ("cpu", ["--warmup"], True)],
+)
+def test_a_server_on_a_gpu_compiles_before_it_answers(
+    backend: str, flags: list[str], warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[EngineConfig] = []
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *args, **_: made.append(args[2]))
+    monkeypatch.setattr("slora_jax.server.serve.run_server", lambda load, *_, **__: load())
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    assert main(["serve", "somewhere", *flags]) == 0
+    assert made[0].warmup is warm

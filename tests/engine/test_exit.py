@@ -46,7 +46,7 @@ def test_no_step_is_left_in_flight_once_all_requests_have_ended(tiny_model_dir: 
 
 
 STUCK = """
-import logging, time
+import logging, threading, time
 from slora_jax import SamplingParams
 from tests.engine.slow_loading import Bench
 from slora_jax.workers import DaemonWorkers
@@ -55,9 +55,11 @@ logging.basicConfig()
 bench = Bench(num_pages=60, max_batch_size=2, max_step_tokens=16)
 path = bench.register("slow", 7)
 bench.engine._loader._readers = DaemonWorkers(4, "adapter-reader")
-bench.engine._loader._read = lambda path: time.sleep(600)
+begun = threading.Event()
+bench.engine._loader._read = lambda path: begun.set() or time.sleep(600)
 bench.engine.add_request([1], "slow")
 bench.engine.step()
+assert begun.wait(30)
 """
 
 

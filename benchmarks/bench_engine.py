@@ -17,6 +17,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import gc
 import glob
 import itertools
 import json
@@ -163,6 +164,8 @@ def offline(args: argparse.Namespace) -> None:
             lora = n and args.lora_mode != "merge"
             engine._runner.compile(offline_shapes(engine, ranks=ranks if lora else ()))
             run_all(engine, requests[:WARM_UP])
+            gc.collect()
+            gc.freeze()  # as the server does
             print(f"compiled and warm after {time.perf_counter() - started:.0f} s", flush=True)
         warm = engine._runner.compilations
         for _ in range(RUNS):

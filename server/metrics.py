@@ -184,7 +184,12 @@ class _EngineCollector(Collector):
     def _counters(self, stats: EngineStats) -> Iterable[Metric]:
         loading = stats.loading
         for name, text, value in (
-            ("vllm:prompt_tokens", "Prompt tokens computed, recomputation included", stats.prompt_tokens),
+            ("vllm:prompt_tokens", "Of prompts whose first token came, cached ones too", stats.prompt_tokens),
+            (
+                "slora:prefilled_tokens",
+                "Prompt tokens computed, again after preemptions",
+                stats.prefilled_tokens,
+            ),
             ("vllm:generation_tokens", "Tokens generated", stats.output_tokens),
             ("vllm:num_preemptions", "Requests whose pages were taken back", stats.preemptions),
             ("slora:adapter_loads", "Copies of an adapter into the pool", stats.adapter_loads),

@@ -98,7 +98,8 @@ class Engine:
         self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
         self._others: dict[str, list[StreamEvent]] = {}  # that `_run` met, for `step`; by request id
         self._counters = dict.fromkeys(
-            ("steps", "prompt_tokens", "output_tokens", "finished", "aborted", "failed"), 0
+            ("steps", "prompt_tokens", "prefilled_tokens", "output_tokens", "finished", "aborted", "failed"),
+            0,
         )
         self._last_step = (0.0, 0)
         self._last_plan = self._planned = StepPlan([], [])  # counted; made, and perhaps not launched yet
@@ -332,6 +333,7 @@ class Engine:
             waiting_adapters=tuple(waiting.adapter_names),
             steps=counts["steps"],
             prompt_tokens=counts["prompt_tokens"],
+            prefilled_tokens=counts["prefilled_tokens"],
             output_tokens=counts["output_tokens"],
             preemptions=self._scheduler.preemptions,
             requests_finished=counts["finished"],
@@ -579,6 +581,8 @@ class Engine:
             self._counters["output_tokens"] += len(event.token_ids)
             if event.token_ids:
                 self._scheduler.waiting.sampled(sequence)
+                first = len(sequence.tokens) == sequence.prompt_len + len(event.token_ids)
+                self._counters["prompt_tokens"] += sequence.prompt_len * first
             if event.finish_reason is not None:
                 self._release(sequence)
             events.append(event)
@@ -618,7 +622,7 @@ class Engine:
         if 2 * prefilled >= last.num_tokens:  # this call waited for it
             self._reclaim.costs.measured("prefix", prefilled / self.config.page_tokens, seconds)
         self._counters["steps"] += 1
-        self._counters["prompt_tokens"] += sum(
+        self._counters["prefilled_tokens"] += sum(
             max(0, min(c.start + c.count, c.sequence.prompt_len) - c.start) for c in plan
         )
         self._last_step = (seconds, plan.num_tokens)

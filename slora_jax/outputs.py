@@ -173,7 +173,8 @@ class EngineStats:
     running_adapters: tuple[str, ...]  # each name once, in no order
     waiting_adapters: tuple[str, ...]
     steps: int  # counter
-    prompt_tokens: int  # counter: prompt tokens computed, recomputation included
+    prompt_tokens: int  # counter: of prompts whose first token came, cached ones included
+    prefilled_tokens: int  # counter: prompt tokens computed, recomputation included
     output_tokens: int  # counter
     preemptions: int  # counter
     requests_finished: int  # counter

@@ -24,7 +24,7 @@ from slora_jax.batch import BatchBuilder, ShapeBuckets, StepShape
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.lora.merging import WeightMerger
 from slora_jax.lora.transfer import AdapterTransfer, HostCopy, StagedCopy
-from slora_jax.memory.layout import PageLayout
+from slora_jax.memory.layout import GROUPS, PageLayout
 from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
 from slora_jax.models.params import checkpoint_specs
 from slora_jax.models.rope import Rope
@@ -196,11 +196,11 @@ class ModelRunner:
             found = self._programs[shape] = self._builder.build(shape)
             self.compilations += 1
             logger.info(
-                "compiled a step of %d decodes and %d prompt tokens, contexts to %d, %s adapters, in %.1f s",
+                "compiled a step of %d decodes and %d prompt tokens, contexts to %d, %s, in %.1f s",
                 shape.decode_rows,
                 shape.prefill_tokens,
                 shape.pages * self._layout.page_tokens,
-                "with" if shape.lora else "without",
+                _targets(shape),
                 time.perf_counter() - started,
             )
             logger.debug("its shape: %s", shape)
@@ -244,6 +244,13 @@ class ModelRunner:
 
     def _sharding(self) -> NamedSharding:
         return NamedSharding(self._mesh, REPEATED)
+
+
+def _targets(shape: StepShape) -> str:
+    if not shape.lora:
+        return "without adapters"
+    modules = [module for group in shape.lora_groups for module in GROUPS[group]]
+    return f"with adapters on {', '.join(modules)}"
 
 
 def _rows(plan: StepPlan, shape: StepShape) -> Iterable[tuple[int, Chunk]]:

@@ -85,7 +85,7 @@ def test_a_prompt_is_not_computed_in_vain(chunk: int | None) -> None:
         engine.step()
     stats = engine.stats()
     assert stats.preemptions <= 2
-    assert stats.prompt_tokens <= 2 * (4 + 60 + 30)
+    assert stats.prefilled_tokens <= 2 * (4 + 60 + 30)
 
 
 def test_requests_run_in_order_of_arrival() -> None:

@@ -130,7 +130,8 @@ def test_preempted_sequences_find_what_they_had_computed() -> None:
             assert out.token_ids == expected_tokens(prompt, BASE, 40, VOCAB)
         assert e.stats().preemptions > 0
     assert engine.stats().prefix_hit_tokens > 0
-    assert engine.stats().prompt_tokens < plain.stats().prompt_tokens
+    assert engine.stats().prefilled_tokens < plain.stats().prefilled_tokens
+    assert engine.stats().prompt_tokens == plain.stats().prompt_tokens == sum(map(len, prompts))
 
 
 def test_a_pin_between_the_check_of_a_request_and_its_start_is_told_not_run_into() -> None:

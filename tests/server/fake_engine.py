@@ -286,6 +286,7 @@ class FakeEngine:
             waiting_adapters=tuple({r.adapter_id for r in waiting if r.adapter_id}),
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
+            prefilled_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             preemptions=0,
             requests_finished=self._finished,

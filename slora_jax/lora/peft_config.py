@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slora_jax.errors import AdapterError
+from slora_jax.lora.module_regex import check_module_regex
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -129,7 +130,7 @@ class PeftLoraConfig:
     def rank(self, module: str) -> tuple[int, str]:
         """The rank of the module at this path, and the field that says so."""
         key = _pattern_key(self.rank_pattern, module)
-        return (self.r, "r") if key is None else (self.rank_pattern[key], f"rank_pattern[{key!r}]")
+        return (self.r, "r") if key is None else (self.rank_pattern[key], f"rank_pattern[{_shown(key)}]")
 
     def scaling(self, module: str) -> float:
         """alpha / r, or alpha / sqrt(r) with use_rslora, for the module at this path."""
@@ -272,8 +273,8 @@ class _Fields:
         if not isinstance(value, dict):
             raise self.error(field, f"must be an object of regex to number, found {_shown(value)}")
         for regex in value:
-            self.check_regex(f"{field}[{regex!r}]", rf"(.*\.)?({regex})$")
-        return {regex: check(f"{field}[{regex!r}]", number) for regex, number in value.items()}
+            self.check_regex(f"{field}[{_shown(regex)}]", rf"(.*\.)?({regex})$")
+        return {regex: check(f"{field}[{_shown(regex)}]", number) for regex, number in value.items()}
 
     def names(self, field: str) -> tuple[str, ...] | str | None:
         value = self.raw.get(field)
@@ -320,9 +321,9 @@ class _Fields:
 
     def check_regex(self, field: str, regex: str) -> None:
         try:
-            re.compile(regex)
-        except re.error as error:
-            raise self.error(field, f"is not a valid regular expression: {error}") from error
+            check_module_regex(regex)
+        except ValueError as error:
+            raise self.error(field, f"{error}; name the modules instead") from error
 
 
 def _has_suffix(module: str, names: Sequence[str]) -> bool:

@@ -160,6 +160,17 @@ def test_harmless_fields(fields: dict[str, Any], tmp_path: Path) -> None:
         ("layers_to_transform", "0"),
         ("layers_to_transform", [True]),
         ("layers_pattern", ["layers"]),
+        *(
+            (field, value)
+            for regex in ("(.+)+X", "a{99999999999999}", "(" * 4000 + ")" * 4000)
+            for field, value in (
+                ("target_modules", regex),
+                ("exclude_modules", regex),
+                ("rank_pattern", {regex: 8}),
+                ("alpha_pattern", {regex: 8}),
+                ("layers_pattern", regex),
+            )
+        ),
     ],
 )
 def test_fields_that_are_refused(field: str, value: Any, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from slora_jax.errors import AdapterError
 from slora_jax.lora.module_regex import check_module_regex
 
 CONFIG_FILE = "adapter_config.json"
+_LARGEST_FILE = 1 << 20  # bytes
 
 # What PEFT targets where the config names nothing, by model_type.
 _DEFAULT_TARGETS = {"llama": ("q_proj", "v_proj")}
@@ -161,7 +162,17 @@ def read_config(path: Path, model_type: str) -> PeftLoraConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise AdapterError(f"cannot be read: {error.strerror}", file=path) from error
+    if len(text) > _LARGEST_FILE:
+        raise AdapterError(
+            f"has more than {_LARGEST_FILE} bytes, where a config has a few thousand; save the adapter again",
+            file=path,
+        )
+    try:
+        fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise AdapterError(
             f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; save the "
@@ -170,8 +181,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, endless digits, endless nesting
         raise AdapterError(f"not valid JSON: {error}; save the adapter again", file=path) from error
-    except OSError as error:
-        raise AdapterError(f"cannot be read: {error.strerror}", file=path) from error
     if not isinstance(fields, dict):
         raise AdapterError(
             f"must hold a JSON object, found {type(fields).__name__}; save the adapter again", file=path

@@ -225,7 +225,7 @@ def test_unreadable_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     write_peft_adapter(tmp_path)
     if name == CONFIG:
-        monkeypatch.setattr(Path, "read_bytes", denied)
+        monkeypatch.setattr(Path, "open", denied)
     else:
         monkeypatch.setattr("slora_jax.lora.peft.safe_open", denied)
     message = refusal(tmp_path)
@@ -250,6 +250,14 @@ def test_invalid_json(text: bytes, where: str, tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert str(tmp_path / CONFIG) in message
     assert where in message
+
+
+def test_a_config_of_any_size_is_refused_without_reading_it(tmp_path: Path) -> None:
+    write_peft_adapter(tmp_path)
+    os.truncate(tmp_path / CONFIG, 1 << 40)  # sparse
+    message = refusal(tmp_path)
+    assert f"{tmp_path / CONFIG}: has more than 1048576 bytes" in message
+    assert "save the adapter again" in message
 
 
 class _Bomb:

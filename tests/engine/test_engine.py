@@ -372,13 +372,19 @@ def test_a_request_that_can_never_fit_is_refused(tiny_model_dir: Path, adapters:
         engine.generate([[1, 2]], "a", SamplingParams(max_tokens=254))
 
 
-def test_logits_that_are_not_finite_fail_their_own_request_only(engine: Engine, tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_fail_their_own_request_only(
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_peft_adapter(tmp_path / "huge", engine.model_config, {"up_proj": 8, "down_proj": 8}, std=1e19)
     engine.load_adapter("huge", tmp_path / "huge")
     bad, good = engine.generate([[1, 2, 3], [1, 2, 3]], ["huge", None], GREEDY)
     engine.unload_adapter("huge")
     assert bad.finish_reason == "error"
-    assert "not finite" in str(bad.outputs[0].error)
+    told = f"request '{bad.request_id}': the logits of adapter 'huge' were not finite (NaN or infinity)"
+    assert str(bad.outputs[0].error).startswith(told)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records if "finite" in r.getMessage()] == [
+        ("WARNING", bad.outputs[0].error)
+    ]
     assert good.token_ids == engine.generate([[1, 2, 3]], None, GREEDY)[0].token_ids
     assert engine.stats().requests_failed == 1
 

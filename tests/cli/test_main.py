@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from slora_jax.cli import demo, smollm2
 from slora_jax.cli.errors import InputError
 from slora_jax.cli.main import main
 from slora_jax.config import ModelConfig
+from slora_jax.lora import read_adapter
 from slora_jax.runner import ModelRunner
 from slora_jax.scheduling.scheduler import StepPlan
 from tests.conftest import TINY_CONFIG
@@ -193,6 +195,43 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     code, _, err = _run(*command[:1], str(folder / "notes"), *command[2:], capsys=capsys)
     assert code == 2
     assert "neither it nor a folder in it holds adapter_config.json" in err
+
+
+def test_whatever_one_folder_raises_the_others_are_listed(
+    talking_model: Path, adapters: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path, *rest: Any, **more: Any) -> Any:
+        if path.name == "mlp":
+            raise RecursionError("too deep")
+        return read_adapter(path, *rest, **more)
+
+    monkeypatch.setattr("slora_jax.lora.peft.read_adapter", read)
+    command = ["adapters", str(adapters), "--model", str(talking_model), "--load-format", "dummy", "--json"]
+    code, out, _ = _run(*command, capsys=capsys)
+    good, bad = map(json.loads, out.splitlines())
+    assert (code, good["refused"], bad["refused"]) == (1, None, "RecursionError: too deep")
+
+
+@pytest.mark.parametrize(
+    "name", ["red\x1b[31m", "title\x9b2J", "two\nlines", os.fsdecode(b"latin-\xe9"), "a,b"]
+)
+def test_folders_whose_names_no_adapter_may_have(
+    name: str, talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = shutil.copytree(adapters / "mlp", tmp_path / "all" / name).parent
+    listing = ["adapters", str(folder), "--model", str(talking_model), "--load-format", "dummy"]
+    monkeypatch.setattr("slora_jax.engine.load_checkpoint", None)  # weights are never reached
+    generate = ["generate", str(talking_model), "--adapters-dir", str(folder), "--prompt", "x", *ENGINE]
+    told = []
+    for command, expected in ((listing, 1), ([*listing, "--json"], 1), (generate, 2)):
+        code, out, err = _run(*command, capsys=capsys)
+        assert code == expected
+        assert "no comma among them" in out + err
+        assert all(c.isprintable() or c == "\n" for c in out + err)
+        told.append(out + err)
+    assert json.loads(told[1])["name"] == name
+    assert f"adapters[{name!r}] = '{folder}" in told[2]
 
 
 def test_demo_answers_every_question_with_every_adapter(

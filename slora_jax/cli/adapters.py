@@ -148,8 +148,8 @@ def _print_table(reports: list[Report], folder: Path) -> int:
     console = Console()
     console.print(table)
     for report in refused:
-        name, why = (printable(str(text)) for text in (report.name, report.refused))
-        console.print(Text.assemble((f"\n{name}: ", "bold red"), why), soft_wrap=True)
+        name_and_why = (f"\n{printable(report.name)}: ", "bold red"), printable(str(report.refused))
+        console.print(Text.assemble(*name_and_why), soft_wrap=True)
     pages, nbytes = sum(r.pages or 0 for r in reports), sum(r.bytes or 0 for r in reports)
     served = f"{len(reports) - len(refused)} of {len(reports)} adapters in {printable(str(folder))}"
     console.print(

@@ -24,7 +24,7 @@ def reading_input() -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal might obey, and what no encoding has, as Python's escapes: `\\x1b`.
+    """`text` with what a terminal might obey, and what no encoding has, as Python escapes it.
 
     Names of files are whoever made them's choice, and may be any bytes.
     """

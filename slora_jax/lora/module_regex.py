@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 _LONGEST_REGEX = 10_000  # characters: every module of a model, joined by '|'
 _LONGEST_PATH = 40  # characters of model.layers.123.self_attn.q_proj, and some
-_MOST_WAYS = 10**6
-_TOO_MANY = _MOST_WAYS + 1  # exact numbers may have millions of digits
+MOST_WAYS = 10**6  # of the regexes that a path is held against
+_TOO_MANY = MOST_WAYS + 1  # exact numbers may have millions of digits
 
 
 class _Ways(NamedTuple):
@@ -33,8 +33,11 @@ class _Ways(NamedTuple):
 _ONE = _Ways(1, 0)
 
 
-def check_module_regex(regex: str) -> None:
-    """Raise ValueError, which says why, where `regex` is none or may match a path in too many ways."""
+def check_module_regex(regex: str) -> int:
+    """In how many ways `regex` may match a module's path.
+
+    Raises ValueError, which says why, where it is no regex or these are more than MOST_WAYS.
+    """
     if len(regex) > _LONGEST_REGEX:
         raise ValueError(f"a regular expression of {len(regex)} characters: at most {_LONGEST_REGEX}")
     try:
@@ -44,11 +47,12 @@ def check_module_regex(regex: str) -> None:
         raise ValueError(f"is not a valid regular expression: {error}") from error
     except RecursionError as error:
         raise ValueError("is not a valid regular expression: its groups are nested too deeply") from error
-    if ways.total > _MOST_WAYS:
+    if ways.total > MOST_WAYS:
         raise ValueError(
             "could take too long to match: a repeat in a repeated group, as in (.+)+, or too many repeats "
             "match one path in very many ways"
         )
+    return ways.total
 
 
 def _sequence(items: Iterable[Any]) -> _Ways:

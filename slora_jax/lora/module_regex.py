@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 _LONGEST_REGEX = 10_000  # characters: every module of a model, joined by '|'
 _LONGEST_PATH = 40  # characters of model.layers.123.self_attn.q_proj, and some
-MOST_WAYS = 10**6  # of the regexes that a path is held against
+MOST_WAYS = 300_000  # of the regexes that a path is held against
 _TOO_MANY = MOST_WAYS + 1  # exact numbers may have millions of digits
 
 

@@ -183,12 +183,13 @@ def test_fields_that_are_refused(field: str, value: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 def test_patterns_for_every_module_are_read_soon_and_endless_ones_refused(field: str, tmp_path: Path) -> None:
-    own = {f"model.layers.{i}.mlp.{module}": 8 for i in range(126) for module in ALL_MODULES}
+    own: Any = {f"model.layers.{i}.mlp.{module}": 8 for i in range(126) for module in ALL_MODULES}
     write_peft_adapter(tmp_path, **{field: own})
     began = time.process_time()
     assert read(tmp_path).rank == 8
     assert time.process_time() - began < 5
-    write_peft_adapter(tmp_path, **{field: {f"q{i}": 8 for i in range(30_000)}})
+    endless: Any = {f"q{i}": 8 for i in range(30_000)}
+    write_peft_adapter(tmp_path, **{field: endless})
     assert f"field '{field}': has too many patterns" in refusal(tmp_path)
 
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
+import reprlib
 from pathlib import Path
+
+from slora_jax.checks import Interval, check_fields
+
+_LONGEST = 1e9  # seconds
+
+
+def _number[T](default: T, limits: Interval) -> T:
+    return dataclasses.field(default=default, metadata={"limits": limits})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,28 +29,28 @@ class ServerConfig:
     admin_routes: bool = True  # /v1/(un)load_lora_adapter and /v1/(un)pin_lora_adapter exist at all
     admin_api_key: str | None = None  # of the admin routes
     adapter_root: str | os.PathLike[str] | None = None  # adapters must lie in it; relative paths start there
-    max_body_bytes: int = 16 << 20
-    body_timeout_seconds: float = 60.0  # within which all of a body must have come
-    max_sequences_per_request: int = 1024  # prompts * n
-    watchdog_seconds: float = 300.0  # without a step while work is queued: /health says 503; 0: never
-    drain_seconds: float = 30.0  # running requests may finish for so long after SIGTERM
+    max_body_bytes: int = _number(16 << 20, Interval(1))
+    # Within which all of a body must have come.
+    body_timeout_seconds: float = _number(60.0, Interval(0, _LONGEST, above_low=True))
+    max_sequences_per_request: int = _number(1024, Interval(1))  # prompts * n
+    # Without a step while work is queued: /health says 503; 0: never.
+    watchdog_seconds: float = _number(300.0, Interval(0, _LONGEST))
+    drain_seconds: float = _number(30.0, Interval(0, _LONGEST))  # for running requests, after SIGTERM
 
     def __post_init__(self) -> None:
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"ServerConfig: {error}") from None
         for name in ("served_model_name", "api_key", "admin_api_key"):
             if getattr(self, name) == "":
                 raise ValueError(f"ServerConfig: {name} must not be empty; leave it None to turn it off")
         if self.api_key is not None and self.api_key == self.admin_api_key:
             raise ValueError("ServerConfig: admin_api_key must differ from api_key, which every client knows")
-        for name in ("max_body_bytes", "max_sequences_per_request"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ServerConfig: {name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.body_timeout_seconds < math.inf:
+        if not isinstance(self.adapter_root, str | os.PathLike | None):
             raise ValueError(
-                f"ServerConfig: body_timeout_seconds must be above 0, got {self.body_timeout_seconds}"
+                f"ServerConfig: adapter_root must be a path or None, got {reprlib.repr(self.adapter_root)}"
             )
-        for name in ("watchdog_seconds", "drain_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"ServerConfig: {name} must not be negative, got {getattr(self, name)}")
         if self.adapter_root is not None:
             root = Path(self.adapter_root).resolve()
             if not root.is_dir():

@@ -98,6 +98,8 @@ def _scalar_fields(cls: type) -> list[_ScalarField]:
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if len(set(kinds) - {type(None)}) > 1:
+            continue
         for kind in kinds:
             choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
             if choices or kind in _NAMES:

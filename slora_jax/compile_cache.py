@@ -9,12 +9,21 @@ import jax
 
 
 def enable_compile_cache(directory: str | None) -> None:
-    """Keep compiled steps in `directory`; None: JAX's own or `$XDG_CACHE_HOME/slora-jax/xla`; "": off."""
+    """Keep compiled steps in `directory`; None: JAX's own or `$XDG_CACHE_HOME/slora-jax/xla`; "": off.
+
+    Raises ValueError where there can be no such folder.
+    """
     if directory == "" or (directory is None and jax.config.jax_compilation_cache_dir):
         return
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     path = pathlib.Path(directory or f"{home}/slora-jax/xla").expanduser()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"compile_cache_dir '{path}' cannot be made: {error.strerror}; name another folder, or '' to "
+            "keep no compiled steps"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

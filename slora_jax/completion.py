@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 
@@ -17,6 +18,8 @@ from slora_jax.outputs import (
 )
 from slora_jax.request import Request, Sequence
 
+logger = logging.getLogger(__name__)
+
 
 def accept_token(sequence: Sequence, row: int, fetched: Mapping[str, np.ndarray]) -> StreamEvent:
     """Append the token that a step sampled for `sequence` in `row` of its outputs, and say what is new.
@@ -24,9 +27,11 @@ def accept_token(sequence: Sequence, row: int, fetched: Mapping[str, np.ndarray]
     A token that ends the sequence is in `token_ids`, but not in the text (unless include_stop_str_in_output).
     """
     token = int(fetched["tokens"][row])
-    if token < 0:
-        return end(sequence, "error", error="the model's logits were not finite (NaN or infinity)")
     request, params = sequence.request, sequence.request.params
+    if token < 0:
+        error = _not_finite(request)
+        logger.warning("%s", error)
+        return end(sequence, "error", error=error)
     sequence.tokens.append(token)
     outputs = len(sequence.tokens) - sequence.prompt_len
     request.metrics.num_output_tokens += 1
@@ -55,6 +60,14 @@ def accept_token(sequence: Sequence, row: int, fetched: Mapping[str, np.ndarray]
     if reason is None:
         return event
     return _ended(sequence, event, reason, stop_reason=stop_reason)
+
+
+def _not_finite(request: Request) -> str:
+    if request.adapter_id is None:
+        whose, fix = "the base model", "check its weights"
+    else:
+        whose, fix = f"adapter '{request.adapter_id}'", "check its weights and its lora_alpha"
+    return f"request {request.request_id!r}: the logits of {whose} were not finite (NaN or infinity): {fix}"
 
 
 def end(

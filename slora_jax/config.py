@@ -178,11 +178,11 @@ class EngineConfig:
     dtype: Dtype = _option(
         "bfloat16", "number type of weights, KV cache and adapters; logits and sampling are float32"
     )
-    max_batch_size: int = _option(32, "sequences that may run at once", _AT_LEAST_1)
+    max_batch_size: int = _option(32, "sequences that may run at once", Interval(1, 2**20))
     max_model_len: int | None = _option(
         None,
         "longest sequence, prompt and output together, in tokens; None: the model's own limit",
-        _AT_LEAST_1,
+        Interval(2),  # a token of the prompt and one of the output
     )
     max_step_tokens: int = _option(
         512, "most tokens in one step, decodes and prefill chunks together", _AT_LEAST_1
@@ -255,7 +255,9 @@ class EngineConfig:
         "auto", "form of the checkpoint; auto tells from the files, dummy makes random weights"
     )
     seed: int = _option(0, "seed of requests that name none, and of dummy weights", Interval(0, 2**63 - 1))
-    max_logprobs: int = _option(20, "most alternatives that a request may ask logprobs for", _AT_LEAST_0)
+    max_logprobs: int = _option(
+        20, "most alternatives that a request may ask logprobs for", Interval(0, 2**31 - 1)
+    )
     record_logits: bool = _option(
         False, "keep every sampled position's logits in the outputs (research; slow)"
     )

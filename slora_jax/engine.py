@@ -24,7 +24,7 @@ from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
-from slora_jax.lora.registry import AdapterRegistry
+from slora_jax.lora.registry import AdapterRegistry, check_adapters
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
@@ -123,8 +123,7 @@ class Engine:
         config = EngineConfig() if config is None else config
         if not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig, got {type(config).__name__}")
-        if not isinstance(adapters, Mapping | None):
-            raise ValueError(f"adapters must map names to PEFT folders, got {type(adapters).__name__}")
+        check_adapters({} if adapters is None else adapters)
         enable_compile_cache(config.compile_cache_dir)
         resolved = resolve_model(model, config.load_format)
         model_config = load_model_config(resolved)

@@ -31,6 +31,8 @@ def reason_without_path(error: BaseException) -> str:
     match error:
         case AdapterError():
             return error.without_path
+        case FileNotFoundError():
+            return "its folder is gone, or a file of it: put it back, or load the adapter in place"
         case OSError():
             return error.strerror or type(error).__name__
         case _:

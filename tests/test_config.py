@@ -1,12 +1,14 @@
-"""`ModelConfig.from_hf`: what a config.json may say, and how a wrong field is refused."""
+"""Configs: what a config.json may say, and how a wrong field of any of them is refused."""
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import pytest
 
-from slora_jax.config import ModelConfig
+from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.server.config import ServerConfig
 from tests.conftest import TINY_CONFIG
 
 
@@ -45,3 +47,29 @@ def test_null_is_as_good_as_absent() -> None:
     absent = {name: value for name, value in TINY_CONFIG.items() if name not in names}
     assert ModelConfig.from_hf({**absent, **dict.fromkeys(names)}) == ModelConfig.from_hf(absent)
     assert ModelConfig.from_hf(absent).num_key_value_heads == TINY_CONFIG["num_attention_heads"]
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_no_number_may_be_nan(config: type[EngineConfig | ServerConfig]) -> None:
+    numbers = [name for name, kind in typing.get_type_hints(config).items() if kind is float]
+    assert len(numbers) >= 3
+    for name in numbers:
+        nan: dict[str, Any] = {name: float("nan")}
+        with pytest.raises(
+            ValueError, match=f"{config.__name__}: {name} must be (in|above|at least) .*, got nan"
+        ):
+            config(**nan)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_model_len", 1, "max_model_len must be at least 2 or None, got 1"),
+        ("max_batch_size", 2**40, r"max_batch_size must be in \[1, 1048576\]"),
+        ("max_logprobs", 2**40, r"max_logprobs must be in \[0, 2147483647\]"),
+    ],
+)
+def test_sizes_that_no_request_or_device_could_have(field: str, value: int, message: str) -> None:
+    sizes: dict[str, Any] = {"max_step_tokens": 2**40, field: value}
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**sizes)

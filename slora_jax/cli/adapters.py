@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from slora_jax.cli.errors import reading_input
+from slora_jax.cli.errors import printable, reading_input
 from slora_jax.cli.flags import add_flags, from_flags
 from slora_jax.config import EngineConfig
 
@@ -110,8 +110,9 @@ def _check(item: tuple[str, Path], *, model: Any, layout: Any, config: EngineCon
             raise ValueError(
                 f"needs {pages} pages, the pool would have {config.num_pages - 1}: raise num_pages"
             )
-    except (ValueError, OSError) as error:
-        return Report(name, str(path), refused=str(error))
+    except Exception as error:  # whatever it is, the other folders are of interest too
+        known = isinstance(error, ValueError | OSError)
+        return Report(name, str(path), refused=str(error) if known else f"{type(error).__name__}: {error}")
     return Report(
         name, str(path), None, packed.rank, dict(adapter.ranks), packed.nbytes, pages, adapter.base_model
     )
@@ -127,7 +128,7 @@ def _print_json(reports: Any) -> int:
     refused = 0
     for report in reports:
         refused += report.refused is not None
-        print(json.dumps(dataclasses.asdict(report), ensure_ascii=False), flush=True)
+        print(json.dumps(dataclasses.asdict(report)), flush=True)
     return refused
 
 
@@ -138,21 +139,21 @@ def _print_table(reports: list[Report], folder: Path) -> int:
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     refused = [report for report in reports if report.refused is not None]
     for report in reports:
+        name = Text(printable(report.name))
         if report.modules is not None and report.bytes is not None:
             modules = Text(_modules(report.modules))
-            table.add_row(
-                Text(report.name), str(report.rank), modules, decimal(report.bytes), str(report.pages)
-            )
+            table.add_row(name, str(report.rank), modules, decimal(report.bytes), str(report.pages))
         else:
-            table.add_row(Text(report.name), "", Text("refused", style="red"), "", "")
+            table.add_row(name, "", Text("refused", style="red"), "", "")
     console = Console()
     console.print(table)
     for report in refused:
-        console.print(Text.assemble((f"\n{report.name}: ", "bold red"), str(report.refused)), soft_wrap=True)
+        name_and_why = (f"\n{printable(report.name)}: ", "bold red"), printable(str(report.refused))
+        console.print(Text.assemble(*name_and_why), soft_wrap=True)
     pages, nbytes = sum(r.pages or 0 for r in reports), sum(r.bytes or 0 for r in reports)
+    served = f"{len(reports) - len(refused)} of {len(reports)} adapters in {printable(str(folder))}"
     console.print(
-        f"\n{len(reports) - len(refused)} of {len(reports)} adapters in {folder} can be served: "
-        f"{decimal(nbytes)} of host memory, {pages} pages all together",
+        f"\n{served} can be served: {decimal(nbytes)} of host memory, {pages} pages all together",
         highlight=False,
         markup=False,
     )

@@ -20,4 +20,12 @@ def reading_input() -> Iterator[None]:
     except (ValueError, OSError, UnknownAdapterError) as error:
         message = " ".join(str(error).split())
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise InputError(message + notes) from error
+        raise InputError(printable(message + notes)) from error
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal might obey, and what no encoding has, as Python escapes it.
+
+    Names of files are whoever made them's choice, and may be any bytes.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

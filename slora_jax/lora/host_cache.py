@@ -8,13 +8,11 @@ given from memory, which no folder holds; the budget does not count those.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slora_jax.lora.transfer import PINNED_HOST_LIMIT_VARIABLE, HostCopy
+from slora_jax.memory.sizing import machine_bytes
 
 if TYPE_CHECKING:
     from slora_jax.lora.store import Adapter
@@ -117,7 +115,5 @@ def host_budget(wanted: int | None, pinned_host_limit: int | None) -> int:
         )
     if wanted is not None:
         return wanted
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total // 2 if pinned_host_limit is None else min(total // 2, pinned_host_limit * 3 // 4)
+    half = machine_bytes() // 2
+    return half if pinned_host_limit is None else min(half, pinned_host_limit * 3 // 4)

@@ -8,17 +8,20 @@ Follows PEFT 0.21 (`tuners/lora/config.py`, `tuners_utils.check_target_module_ex
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slora_jax.errors import AdapterError
+from slora_jax.lora.module_regex import MOST_WAYS, check_module_regex
 
 CONFIG_FILE = "adapter_config.json"
+_LARGEST_FILE = 1 << 20  # bytes
 
 # What PEFT targets where the config names nothing, by model_type.
 _DEFAULT_TARGETS = {"llama": ("q_proj", "v_proj")}
@@ -128,22 +131,36 @@ class PeftLoraConfig:
 
     def rank(self, module: str) -> tuple[int, str]:
         """The rank of the module at this path, and the field that says so."""
-        key = _pattern_key(self.rank_pattern, module)
-        return (self.r, "r") if key is None else (self.rank_pattern[key], f"rank_pattern[{key!r}]")
+        key = _pattern_key(self._rank_regexes, module)
+        return (self.r, "r") if key is None else (self.rank_pattern[key], f"rank_pattern[{_shown(key)}]")
 
     def scaling(self, module: str) -> float:
         """alpha / r, or alpha / sqrt(r) with use_rslora, for the module at this path."""
-        key = _pattern_key(self.alpha_pattern, module)
+        key = _pattern_key(self._alpha_regexes, module)
         alpha = self.lora_alpha if key is None else self.alpha_pattern[key]
         rank = self.rank(module)[0]
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    # Compiled once: `re` itself remembers a few hundred, and a config may have one for every module.
+
+    @functools.cached_property
+    def _rank_regexes(self) -> dict[str, re.Pattern[str]]:
+        return {key: re.compile(_whole_or_from_a_dot(key)) for key in self.rank_pattern}
+
+    @functools.cached_property
+    def _alpha_regexes(self) -> dict[str, re.Pattern[str]]:
+        return {key: re.compile(_whole_or_from_a_dot(key)) for key in self.alpha_pattern}
+
+    @functools.cached_property
+    def _layer_regexes(self) -> list[re.Pattern[str]]:
+        return [re.compile(_before_a_number(pattern)) for pattern in self.layers_pattern or ()]
 
     def _layer_index(self, module: str) -> int | None:
         """The first numbered segment of the path, or the one after a name in `layers_pattern`."""
         if self.layers_pattern is None:
             match = re.match(r".*?\.[^.]*\.(?P<idx>\d+)\.", module)
         else:
-            matches = (re.match(rf"(?:^|.*?\.){p}\.(?P<idx>\d+)\.", module) for p in self.layers_pattern)
+            matches = (regex.match(module) for regex in self._layer_regexes)
             match = next((m for m in matches if m is not None), None)
         return None if match is None else int(match["idx"])
 
@@ -160,7 +177,17 @@ def read_config(path: Path, model_type: str) -> PeftLoraConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise AdapterError(f"cannot be read: {error.strerror}", file=path) from error
+    if len(text) > _LARGEST_FILE:
+        raise AdapterError(
+            f"has more than {_LARGEST_FILE} bytes, where a config has a few thousand; save the adapter again",
+            file=path,
+        )
+    try:
+        fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise AdapterError(
             f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; save the "
@@ -169,8 +196,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, endless digits, endless nesting
         raise AdapterError(f"not valid JSON: {error}; save the adapter again", file=path) from error
-    except OSError as error:
-        raise AdapterError(f"cannot be read: {error.strerror}", file=path) from error
     if not isinstance(fields, dict):
         raise AdapterError(
             f"must hold a JSON object, found {type(fields).__name__}; save the adapter again", file=path
@@ -271,16 +296,15 @@ class _Fields:
         value = self.raw.get(field) or {}
         if not isinstance(value, dict):
             raise self.error(field, f"must be an object of regex to number, found {_shown(value)}")
-        for regex in value:
-            self.check_regex(f"{field}[{regex!r}]", rf"(.*\.)?({regex})$")
-        return {regex: check(f"{field}[{regex!r}]", number) for regex, number in value.items()}
+        self.check_regexes(field, [(f"{field}[{_shown(key)}]", _whole_or_from_a_dot(key)) for key in value])
+        return {regex: check(f"{field}[{_shown(regex)}]", number) for regex, number in value.items()}
 
     def names(self, field: str) -> tuple[str, ...] | str | None:
         value = self.raw.get(field)
         if value is None:
             return None
         if isinstance(value, str):
-            self.check_regex(field, value)
+            self.check_regexes(field, [(field, value)])
             return value
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self.error(field, f"must be a list of module names or a regex, found {_shown(value)}")
@@ -314,24 +338,37 @@ class _Fields:
             return None
         if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
             raise self.error("layers_pattern", f"must be a name or a list of names, found {_shown(value)}")
-        for pattern in patterns:
-            self.check_regex("layers_pattern", rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.")
+        self.check_regexes("layers_pattern", [("layers_pattern", _before_a_number(p)) for p in patterns])
         return tuple(patterns)
 
-    def check_regex(self, field: str, regex: str) -> None:
-        try:
-            re.compile(regex)
-        except re.error as error:
-            raise self.error(field, f"is not a valid regular expression: {error}") from error
+    def check_regexes(self, field: str, regexes: Iterable[tuple[str, str]]) -> None:
+        """Regexes of a field, each with its name in messages: all together must be matched in no time."""
+        ways = 0
+        for name, regex in regexes:
+            try:
+                ways += check_module_regex(regex)
+            except ValueError as error:
+                raise self.error(name, f"{error}; name the modules instead") from error
+        if ways > MOST_WAYS:
+            raise self.error(field, "has too many patterns; name only what differs from the other modules")
 
 
 def _has_suffix(module: str, names: Sequence[str]) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _pattern_key(patterns: Mapping[str, float], module: str) -> str | None:
+def _whole_or_from_a_dot(key: str) -> str:
+    """What PEFT's get_pattern_key matches for a key of rank_pattern or alpha_pattern."""
+    return rf"(.*\.)?({key})$"
+
+
+def _before_a_number(pattern: str) -> str:
+    return rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."
+
+
+def _pattern_key(regexes: Mapping[str, re.Pattern[str]], module: str) -> str | None:
     """The first key that matches the module's path, whole or from a dot on (PEFT's get_pattern_key)."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+    return next((key for key, regex in regexes.items() if regex.match(module)), None)
 
 
 def _shown(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,10 +24,21 @@ class FolderStamp:
     files: tuple[tuple[int, int], ...]  # (bytes, time of change in ns) of config and weights
 
 
+def check_adapter_path(path: object) -> None:
+    """Raise ValueError for what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"an adapter's path must be a string or a Path, got {reprlib.repr(path)}")
+
+
 def adapter_folder(path: str | os.PathLike[str]) -> Path:
-    """`path`, which must be a folder; raises FileNotFoundError or AdapterError."""
+    """`path`, which must be a folder; raises FileNotFoundError, AdapterError or, for no path, ValueError."""
+    check_adapter_path(path)
     folder = Path(path)
-    if not folder.exists():
+    try:
+        exists = folder.exists()
+    except OSError as error:  # such as a name that is too long
+        raise AdapterError(f"cannot be read: {error.strerror}", folder=folder) from error
+    if not exists:
         raise FileNotFoundError(
             f"no adapter at '{folder}': give a local folder with {CONFIG_FILE} and {WEIGHTS_FILE} "
             "(nothing is downloaded)"

@@ -7,6 +7,7 @@ is `store.py`'s, how weights come from disk to the device `loader.py`'s.
 from __future__ import annotations
 
 import os
+import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Set
 
@@ -18,7 +19,7 @@ from slora_jax.errors import AdapterError
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import AdapterShape, PackedAdapter, pack_adapter
 from slora_jax.lora.peft import promised_ranks, read_adapter
-from slora_jax.lora.peft_folder import FolderStamp, folder_stamp
+from slora_jax.lora.peft_folder import FolderStamp, check_adapter_path, folder_stamp
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.lora.transfer import HostCopy
 from slora_jax.memory.layout import PageLayout
@@ -39,6 +40,18 @@ def check_adapter_name(name: object) -> None:
             f"an adapter's name must have 1 to {_NAME_CHARACTERS} printable characters, no comma among them, "
             f"and no space at either end, got {text[:_NAME_CHARACTERS]!r}"
         )
+
+
+def check_adapters(adapters: object) -> None:
+    """Raise ValueError, which says which, where a mapping of names to PEFT folders is none; reads nothing."""
+    if not isinstance(adapters, Mapping):
+        raise ValueError(f"adapters must map names to PEFT folders, got {type(adapters).__name__}")
+    for name, path in adapters.items():
+        try:
+            check_adapter_name(name)
+            check_adapter_path(path)
+        except ValueError as error:
+            raise ValueError(f"adapters[{reprlib.repr(name)}] = {path!r}: {error}") from None
 
 
 class AdapterRegistry:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
+import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,8 +35,8 @@ def size_pool(
     """Pages from `num_pages`, `pool_bytes`, or what `memory_fraction` of the device leaves beside the
     weights.
 
-    Raises ValueError where not even one sequence of `max_model_len` fits, and says how many tokens do, or
-    where adapters' slots leave no page for KV.
+    Raises ValueError where the pool is larger than a device's memory, where not even one sequence of
+    `max_model_len` fits, and says how many tokens do, or where adapters' slots leave no page for KV.
     """
     page_bytes = layout.n_layers * layout.page_elems * (4 if config.dtype == "float32" else 2)  # on one shard
     wanted_len = min(config.max_model_len or model.max_position_embeddings, _longest(model))
@@ -54,6 +57,7 @@ def size_pool(
                 f"{max(0, budget)} bytes hold {max(0, num_pages)} pages of {page_bytes} bytes; a pool needs "
                 "2: raise pool_bytes or memory_fraction, or shard the model over more devices"
             )
+    _check_memory(num_pages, page_bytes, config, mesh)
     slot_pages = adapter_pages = None
     if config.adapter_slots is not None:
         slot_pages = layout.adapter(dict.fromkeys(layout.in_dims, config.max_lora_rank)).num_pages
@@ -97,6 +101,28 @@ def _longest(model: ModelConfig) -> int:
         else 1.0
     )
     return int(model.max_position_embeddings * factor)
+
+
+def _check_memory(num_pages: int, page_bytes: int, config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
+    """Refuse a pool that can never be allocated before its book is made, which may itself be too large."""
+    devices = np.asarray(mesh.devices).flat
+    limits = [int(stats["bytes_limit"]) for d in devices if (stats := d.memory_stats())]
+    whose, memory = ("a device", min(limits)) if limits else ("this machine", machine_bytes())
+    need = num_pages * page_bytes * (1 if limits else len(devices))
+    if need > memory:
+        field = "pool_bytes" if config.num_pages is None else "num_pages"
+        raise ValueError(
+            f"a pool of {num_pages} pages of {config.page_tokens} tokens takes {need} bytes, {whose} has "
+            f"{memory}: lower {field} or page_tokens, or leave {field} None"
+        )
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of the cgroup that the process is in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def _free_bytes(config: EngineConfig, layout: PageLayout, mesh: jax.sharding.Mesh) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,13 @@ def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer | None:
     """
     if path is None:
         return None
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"tokenizer must be a path or None, got {reprlib.repr(path)}")
     path = Path(path)
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise ValueError(f"tokenizer {reprlib.repr(str(path))} cannot be read: {error.strerror}") from error
     if path.is_file() and path.suffix == ".gguf":
         return Tokenizer.from_gguf(path)
     if (path / "tokenizer.json").is_file():
@@ -182,7 +189,7 @@ def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer | None:
     found = (
         f"{len(models)} GGUF models: name one of them" if models else "neither tokenizer.json nor a GGUF file"
     )
-    raise ValueError(f"{path}: no tokenizer here ({found if path.exists() else 'no such path'})")
+    raise ValueError(f"{path}: no tokenizer here ({found if exists else 'no such path'})")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

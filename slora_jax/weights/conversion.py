@@ -50,7 +50,8 @@ def convert(
     "safetensors": a Hugging Face folder that transformers loads.
     The tokenizer of a GGUF file is kept as tokenizer.gguf. The folder appears whole or not at all: it is
     written beside `out` and renamed. Needs host memory for the whole model.
-    Raises CheckpointError where `out` exists and is not an empty folder, or `model` cannot be loaded.
+    Raises CheckpointError where `out` cannot be made, or exists and is not an empty folder, and where `model`
+    cannot be loaded.
     """
     if format not in get_args(ConvertFormat):
         raise CheckpointError(f"format must be one of {', '.join(get_args(ConvertFormat))}, got {format!r}")
@@ -58,8 +59,9 @@ def convert(
     _check_target(target)
     resolved = resolve_model(model, load_format)
     config = load_model_config(resolved)
-    params = load_checkpoint(resolved, config, make_mesh(1, jax.devices("cpu")), dtype, progress=progress)
+    mesh = make_mesh(1, jax.devices("cpu"))
     with _whole_folder(target) as folder:
+        params = load_checkpoint(resolved, config, mesh, dtype, progress=progress)
         _write_json(folder / "config.json", config.to_hf() | {"dtype": dtype})
         _write_tokenizer(resolved, folder)
         if format == "orbax":
@@ -70,17 +72,30 @@ def convert(
 
 
 def _check_target(target: Path) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    try:
+        free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    except OSError as error:
+        raise _no_folder(target, error) from error
+    if not free:
         raise CheckpointError(
             f"{target}: exists and is not an empty folder; choose a new one or remove it first"
         )
+
+
+def _no_folder(target: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{target}: the result cannot be written there: {error.strerror}; choose another folder for OUT"
+    )
 
 
 @contextmanager
 def _whole_folder(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place on success and is removed on any error."""
     folder = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise _no_folder(target, error) from error
     try:
         yield folder
         _check_target(target)

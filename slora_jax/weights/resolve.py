@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import os
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -62,10 +63,17 @@ def resolve_model(model: str | os.PathLike[str], load_format: LoadFormat = "auto
         raise CheckpointError(
             f"load_format must be one of {', '.join(get_args(LoadFormat))}, got {load_format!r}"
         )
+    if not isinstance(model, str | os.PathLike):
+        raise CheckpointError(f"model must be a path or a Hub id, got {reprlib.repr(model)}")
     text = os.fspath(model)
     path = Path(text).expanduser()
-    if text and path.exists():
-        return _resolve_local(path, load_format)
+    try:
+        if text and path.exists():
+            return _resolve_local(path, load_format)
+    except OSError as error:
+        raise CheckpointError(
+            f"model {reprlib.repr(text)} cannot be read: {error.strerror}; {_HOW_LOCAL}"
+        ) from error
     if _HUB_ID.fullmatch(text) and not text.endswith((".gguf", ".json", ".safetensors")):
         folder = _download(text, weights=load_format != "dummy")
         return dataclasses.replace(_resolve_local(folder, load_format), name=text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from slora_jax.cli import demo, smollm2
 from slora_jax.cli.errors import InputError
 from slora_jax.cli.main import main
 from slora_jax.config import ModelConfig
+from slora_jax.lora import read_adapter
 from slora_jax.runner import ModelRunner
 from slora_jax.scheduling.scheduler import StepPlan
 from tests.conftest import TINY_CONFIG
@@ -195,6 +197,43 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     assert "neither it nor a folder in it holds adapter_config.json" in err
 
 
+def test_whatever_one_folder_raises_the_others_are_listed(
+    talking_model: Path, adapters: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path, *rest: Any, **more: Any) -> Any:
+        if path.name == "mlp":
+            raise RecursionError("too deep")
+        return read_adapter(path, *rest, **more)
+
+    monkeypatch.setattr("slora_jax.lora.peft.read_adapter", read)
+    command = ["adapters", str(adapters), "--model", str(talking_model), "--load-format", "dummy", "--json"]
+    code, out, _ = _run(*command, capsys=capsys)
+    good, bad = map(json.loads, out.splitlines())
+    assert (code, good["refused"], bad["refused"]) == (1, None, "RecursionError: too deep")
+
+
+@pytest.mark.parametrize(
+    "name", ["red\x1b[31m", "title\x9b2J", "two\nlines", os.fsdecode(b"latin-\xe9"), "a,b"]
+)
+def test_folders_whose_names_no_adapter_may_have(
+    name: str, talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = shutil.copytree(adapters / "mlp", tmp_path / "all" / name).parent
+    listing = ["adapters", str(folder), "--model", str(talking_model), "--load-format", "dummy"]
+    monkeypatch.setattr("slora_jax.engine.load_checkpoint", None)  # weights are never reached
+    generate = ["generate", str(talking_model), "--adapters-dir", str(folder), "--prompt", "x", *ENGINE]
+    told = []
+    for command, expected in ((listing, 1), ([*listing, "--json"], 1), (generate, 2)):
+        code, out, err = _run(*command, capsys=capsys)
+        assert code == expected
+        assert "no comma among them" in out + err
+        assert all(c.isprintable() or c == "\n" for c in out + err)
+        told.append(out + err)
+    assert json.loads(told[1])["name"] == name
+    assert f"adapters[{name!r}] = '{folder}" in told[2]
+
+
 def test_demo_answers_every_question_with_every_adapter(
     talking_model: Path, adapters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,7 +254,7 @@ def test_demo_answers_every_question_with_every_adapter(
     [
         ("generate MODEL", "give at least one --prompt"),
         ("generate MODEL --prompt x --top-p 2", "top_p must be in (0, 1], got 2.0"),
-        ("generate MODEL --prompt x --max-batch-size 0", "max_batch_size must be at least 1, got 0"),
+        ("generate MODEL --prompt x --max-batch-size 0", "max_batch_size must be in [1, 1048576], got 0"),
         ("generate MODEL --prompt-for a x", "add --adapter a=PATH"),
         ("generate MODEL --prompt x --adapter a=1 a=2", "adapter 'a' is given twice"),
         ("generate MODEL --prompt x --adapter a", "expected NAME=PATH, got 'a'"),
@@ -228,6 +267,15 @@ def test_demo_answers_every_question_with_every_adapter(
         ),
         ("generate MODEL --adapter a=./nowhere --prompt x --load-format dummy --num-pages 64", "nowhere"),
         ("convert MODEL MODEL", "exists and is not an empty folder"),
+        ("convert MODEL /proc/x --load-format dummy", "/proc/x: the result cannot be written there"),
+        (
+            "generate MODEL --prompt x --compile-cache-dir /dev/null",
+            "compile_cache_dir '/dev/null' cannot be",
+        ),
+        ("generate MODEL --prompt x --load-format dummy --num-pages 100000000000", "lower num_pages"),
+        ("generate MODEL --prompt x --max-model-len 1", "max_model_len must be at least 2 or None, got 1"),
+        ("serve MODEL --drain-seconds nan", "drain_seconds must be in [0, 1e+09], got nan"),
+        ("serve MODEL --adapters a,b=./x", "adapters['a,b'] = './x': an adapter's name must have"),
         ("serve MODEL --api-key k --admin-api-key k", "admin_api_key must differ"),
         ("demo --adapters-dir ./nowhere", "no adapter folders in nowhere"),
     ],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import slora_jax.runner
-from slora_jax import AdapterExistsError, SamplingParams, UnknownAdapterError
+from slora_jax import AdapterExistsError, EngineConfig, SamplingParams, UnknownAdapterError
 from slora_jax.batch import StepShape
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import AdapterTransfer
@@ -372,13 +372,19 @@ def test_a_request_that_can_never_fit_is_refused(tiny_model_dir: Path, adapters:
         engine.generate([[1, 2]], "a", SamplingParams(max_tokens=254))
 
 
-def test_logits_that_are_not_finite_fail_their_own_request_only(engine: Engine, tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_fail_their_own_request_only(
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_peft_adapter(tmp_path / "huge", engine.model_config, {"up_proj": 8, "down_proj": 8}, std=1e19)
     engine.load_adapter("huge", tmp_path / "huge")
     bad, good = engine.generate([[1, 2, 3], [1, 2, 3]], ["huge", None], GREEDY)
     engine.unload_adapter("huge")
     assert bad.finish_reason == "error"
-    assert "not finite" in str(bad.outputs[0].error)
+    told = f"request '{bad.request_id}': the logits of adapter 'huge' were not finite (NaN or infinity)"
+    assert str(bad.outputs[0].error).startswith(told)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records if "finite" in r.getMessage()] == [
+        ("WARNING", bad.outputs[0].error)
+    ]
     assert good.token_ids == engine.generate([[1, 2, 3]], None, GREEDY)[0].token_ids
     assert engine.stats().requests_failed == 1
 
@@ -415,3 +421,37 @@ def test_the_shape_of_another_step_is_never_told_as_the_planned_ones(
     assert len({shape for shape, _ in told}) >= 3  # none yet, a prompt's, a decode's
     for shape, text in told:
         assert (f"tokens (shape: {shape}), of" if shape else "tokens, of requests") in text
+
+
+@pytest.mark.parametrize(
+    ("adapters", "reason"),
+    [
+        (["a"], "adapters must map names to PEFT folders, got list"),
+        ({"a,b": "x"}, r"adapters\['a,b'\] = 'x': an adapter's name must have"),
+        ({5: "x"}, r"adapters\[5\] = 'x': an adapter's name must be a string"),
+        ({"x": None}, r"adapters\['x'\] = None: an adapter's path must be a string or a Path"),
+        ({"x": 5}, r"adapters\['x'\] = 5: an adapter's path must be"),
+    ],
+)
+def test_what_is_no_mapping_of_adapters_is_refused_before_weights_load(
+    adapters: Any, reason: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slora_jax.engine.load_checkpoint", None)
+    with pytest.raises(ValueError, match=reason):
+        Engine.from_pretrained(tiny_model_dir, adapters, EngineConfig())
+
+
+@pytest.mark.parametrize("path", [None, 5, b"bytes", ["a"], "x" * 5000, "\0", ""])
+def test_what_is_no_path_of_an_adapter(path: Any, engine: Engine) -> None:
+    for load in (engine.load_adapter, engine.register_adapter):
+        with pytest.raises(
+            (ValueError, FileNotFoundError), match=r"path must|cannot be read|no adapter|missing"
+        ):
+            load("x", path)
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null", "/dev/null/x", "x" * 5000])
+def test_a_compile_cache_that_cannot_be(folder: str, tiny_model_dir: Path) -> None:
+    config = EngineConfig(compile_cache_dir=folder)
+    with pytest.raises(ValueError, match=r"compile_cache_dir '.*' cannot be made: .*; name another folder"):
+        Engine.from_pretrained(tiny_model_dir, None, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,17 @@ def test_harmless_fields(fields: dict[str, Any], tmp_path: Path) -> None:
         ("layers_to_transform", "0"),
         ("layers_to_transform", [True]),
         ("layers_pattern", ["layers"]),
+        *(
+            (field, value)
+            for regex in ("(.+)+X", "a{99999999999999}", "(" * 4000 + ")" * 4000)
+            for field, value in (
+                ("target_modules", regex),
+                ("exclude_modules", regex),
+                ("rank_pattern", {regex: 8}),
+                ("alpha_pattern", {regex: 8}),
+                ("layers_pattern", regex),
+            )
+        ),
     ],
 )
 def test_fields_that_are_refused(field: str, value: Any, tmp_path: Path) -> None:
@@ -167,6 +179,18 @@ def test_fields_that_are_refused(field: str, value: Any, tmp_path: Path) -> None
     message = refusal(tmp_path)
     assert str(tmp_path / CONFIG) in message
     assert field in message
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_for_every_module_are_read_soon_and_endless_ones_refused(field: str, tmp_path: Path) -> None:
+    own: Any = {f"model.layers.{i}.mlp.{module}": 8 for i in range(126) for module in ALL_MODULES}
+    write_peft_adapter(tmp_path, **{field: own})
+    began = time.process_time()
+    assert read(tmp_path).rank == 8
+    assert time.process_time() - began < 5
+    endless: Any = {f"q{i}": 8 for i in range(30_000)}
+    write_peft_adapter(tmp_path, **{field: endless})
+    assert f"field '{field}': has too many patterns" in refusal(tmp_path)
 
 
 def test_a_regex_cannot_be_combined_with_layers(tmp_path: Path) -> None:
@@ -214,7 +238,7 @@ def test_unreadable_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     write_peft_adapter(tmp_path)
     if name == CONFIG:
-        monkeypatch.setattr(Path, "read_bytes", denied)
+        monkeypatch.setattr(Path, "open", denied)
     else:
         monkeypatch.setattr("slora_jax.lora.peft.safe_open", denied)
     message = refusal(tmp_path)
@@ -239,6 +263,14 @@ def test_invalid_json(text: bytes, where: str, tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert str(tmp_path / CONFIG) in message
     assert where in message
+
+
+def test_a_config_of_any_size_is_refused_without_reading_it(tmp_path: Path) -> None:
+    write_peft_adapter(tmp_path)
+    os.truncate(tmp_path / CONFIG, 1 << 40)  # sparse
+    message = refusal(tmp_path)
+    assert f"{tmp_path / CONFIG}: has more than 1048576 bytes" in message
+    assert "save the adapter again" in message
 
 
 class _Bomb:

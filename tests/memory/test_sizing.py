@@ -62,3 +62,20 @@ def test_merges_leave_room_for_a_second_copy_of_the_projections() -> None:
     page = 2 * 2 * 16 * 4 * 16 * 2
     assert gathered == 8_000_000 // page
     assert merging == (8_000_000 - projections) // page
+
+
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [
+        ({"num_pages": 100_000_000_000}, "lower num_pages"),
+        ({"num_pages": 60, "page_tokens": 2**40}, "lower num_pages or page_tokens"),
+        ({"pool_bytes": 2**47}, "lower pool_bytes"),
+    ],
+)
+def test_a_pool_beyond_all_memory_is_refused_before_it_is_made(fields: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ValueError, match=rf"takes \d+ bytes, this machine has \d+: {fix}"):
+        size(**fields)
+    mesh: Any = types.SimpleNamespace(devices=np.array([Device()]))
+    config = EngineConfig(**fields)
+    with pytest.raises(ValueError, match="a device has 10000000"):
+        size_pool(MODEL, config, PageLayout.for_model(MODEL, config.page_tokens, 1), mesh)

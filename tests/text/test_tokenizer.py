@@ -171,6 +171,14 @@ def test_load_tokenizer_says_why_there_is_none(tmp_path: Path, names: list[str],
         load_tokenizer(tmp_path / "absent")
 
 
+@pytest.mark.parametrize("path", [5, b"bytes", ["a"], "x" * 5000])
+def test_what_is_no_tokenizer_s_path(path: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"tokenizer (must be a path|'x+\.\.\.x+' cannot be read: File name too long)"
+    ):
+        load_tokenizer(path)
+
+
 def test_from_folder_with_only_a_sentencepiece_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(ValueError, match=r"no tokenizer.json \(only a SentencePiece"):

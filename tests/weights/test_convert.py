@@ -154,3 +154,13 @@ def test_broken_orbax_folder(source: Path, tmp_path: Path) -> None:
     (out / "params" / "_METADATA").unlink()
     with pytest.raises(CheckpointError, match="not a readable Orbax checkpoint"):
         load(out)
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "/dev/null/x", "x" * 5000])
+def test_where_nothing_can_be_written_no_weights_are_read(
+    out: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("slora_jax.weights.conversion.load_checkpoint", None)
+    with pytest.raises(CheckpointError, match=r"cannot be written there: .*; choose another folder for OUT"):
+        convert(source, out, format="orbax")

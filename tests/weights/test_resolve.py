@@ -164,3 +164,11 @@ def test_hub_repositories_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(CheckpointError, match=r"no config.json and model\*.safetensors"):
         resolve_model("org/name")
     assert not hub.fetched
+
+
+@pytest.mark.parametrize("model", [None, 5, b"bytes", ["a"], "x" * 5000, "a/" * 3000])
+def test_what_is_no_path(model: Any) -> None:
+    reason = r"must be a path or a Hub id|cannot be read: File name too long"
+    with pytest.raises(CheckpointError, match=reason) as told:
+        resolve_model(model)
+    assert len(str(told.value)) < 300

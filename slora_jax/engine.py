@@ -442,11 +442,14 @@ class Engine:
 
     def _step(self) -> list[StreamEvent]:
         started = time.perf_counter()
-        for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
+        for overdue in self._scheduler.waiting.overdue(running=len(self._scheduler.running)):
             self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
         try:
             self._planned = plan = self._schedule()
+            compilations = self._runner.compilations
             launched = self._runner.launch(plan) if plan else None
+            if self._runner.compilations > compilations:
+                self._scheduler.waiting.compiled()
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
         except BaseException:  # Ctrl-C above all

@@ -416,8 +416,9 @@ class Engine:
             max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
             max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
         )
-        waiting = WaitingQueue(self.config, time.monotonic)
-        return Scheduler(limits, self._reclaim, self._adapters, self._loader, self._prefixes, waiting)
+        clock = time.monotonic
+        waiting = WaitingQueue(self.config, clock)
+        return Scheduler(limits, self._reclaim, self._adapters, self._loader, self._prefixes, waiting, clock)
 
     def _new_intake(self) -> RequestIntake:
         vocab_size = self.model_config.vocab_size

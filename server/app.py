@@ -52,13 +52,19 @@ _HANDLED = (ApiError, ValidationError, HTTPException, EngineDeadError, ShuttingD
 def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starlette:
     """An ASGI application; its lifespan starts the engine and drains it. `engine` must not have been started.
 
-    The engine's latencies go to the application's own metrics registry (`app.state.context.metrics`).
+    The engine's latencies go to the application's own metrics registry (`app.state.context.metrics`). Raises
+    ValueError where an adapter has the base model's name: no request could ask for it.
     """
     config = config or ServerConfig()
     metrics = ServerMetrics(config.served_model_name or engine.model_name)
     metrics.watch(engine)
     engine.observer = metrics
     context = ServerContext(engine, config, metrics)
+    if engine.known_adapter(context.base_name) is not None:
+        raise ValueError(
+            f"adapter '{context.base_name}' has the name of the base model, which would hide it: name it "
+            "otherwise, or set served_model_name"
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

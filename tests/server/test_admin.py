@@ -272,3 +272,13 @@ def test_probes_need_no_key_and_the_openai_client_sends_one() -> None:
 def test_wrong_server_configs(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ServerConfig(**settings)
+
+
+@pytest.mark.parametrize(("name", "served"), [("fake-model", None), ("pirate", "pirate")])
+def test_an_adapter_that_the_bases_name_would_hide_is_refused_at_the_start(
+    name: str, served: str | None, adapter_dir: Path
+) -> None:
+    engine = FakeEngine()
+    engine.load_adapter(name, adapter_dir)
+    with pytest.raises(ValueError, match=f"adapter '{name}' has the name of the base.*served_model_name"):
+        create_app(AsyncEngine(engine), ServerConfig(served_model_name=served))

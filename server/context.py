@@ -44,7 +44,7 @@ class ServerContext:
 
     def unknown_model(self, model: str | None) -> ApiError:
         """404: neither the base nor a loaded adapter."""
-        return model_not_found(model or self.base_name)
+        return model_not_found(self.base_name if model is None else model)
 
     def check_model(self, model: str | None) -> str:
         """The name to echo; raises ApiError 404 if it was unknown when adapters last changed."""

@@ -175,6 +175,13 @@ def test_served_model_name(small: LiveServer) -> None:
     assert small.post("/v1/completions", {"prompt": "x", "model": "fake-model"}).status_code == 404
 
 
+def test_a_model_without_a_name_is_not_taken_for_the_base(server: LiveServer) -> None:
+    answer = server.get("/v1/models/")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+    assert "fake-model" not in answer.text
+    assert server.get("/v1/models/fake-model").status_code == 200
+
+
 def test_unknown_routes_and_methods_have_the_envelope(server: LiveServer) -> None:
     assert server.get("/nothing").json()["error"]["type"] == "NotFoundError"
     wrong = server.get("/v1/completions")

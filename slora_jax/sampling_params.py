@@ -24,9 +24,9 @@ class SamplingParams:
 
     Order on the logits: logit_bias and min_tokens, then penalties, temperature, min_p, top_k, top_p. `seed`
     fixes the output of a request whatever else is in the batch. `stop` strings end a request before the text
-    that matches (kept with `include_stop_str_in_output`); 128 of them at most, of 1024 characters. `logprobs=k` returns the k most likely tokens of
-    each step, with the log-softmax of the model's own logits. Output ends at `max_tokens` or at
-    the model's own limit, whichever comes first. Raises ValueError for values out of range.
+    that matches (kept with `include_stop_str_in_output`); 128 of them at most, of 1024 characters.
+    `logprobs=k` returns the k most likely tokens of each step, with the log-softmax of the model's own
+    logits. Output ends at `max_tokens` or at the model's own limit, whichever comes first. Raises ValueError for values out of range.
     """
 
     n: int = 1

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from slora_jax.server.config import ServerConfig
     from slora_jax.server.serve import run_server
 
-    # A flag that is given empty, of a shell's unset variable, is ServerConfig's to refuse: never an open server.
+    # An empty one, of a shell's unset variable, is ServerConfig's to refuse: never an open server.
     if args.api_key is None:
         args.api_key = os.environ.get("SLORA_API_KEY")
     if args.admin_api_key is None:

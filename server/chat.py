@@ -44,8 +44,7 @@ async def _chat(context: ServerContext, body: ChatCompletionRequest, tenant: str
     except ValueError as error:
         raise bad_request(str(error), str(error).split()[0]) from error
     context.check_sequences(params.n)
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    prompt = await context.encode_chat(messages, body.add_generation_prompt)
+    prompt = await context.encode_chat(body.messages, body.add_generation_prompt)
     context.check_length(len(prompt), max_tokens, "messages")
     form = ChatForm(context, identity, params.n, body)
     return await respond(context, body, [prompt], params, form, identity, tenant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -41,7 +42,8 @@ async def _complete(context: ServerContext, body: CompletionRequest, tenant: str
         context.check_length(len(ids), body.max_tokens, "prompt")
     echo: list[str] = []
     if body.echo:
-        echo = texts or [context.tokenizer.decode(ids) for ids in prompts]
+        decode = context.tokenizer.decode
+        echo = texts or await asyncio.to_thread(lambda: [decode(ids) for ids in prompts])
     form = CompletionForm(context, identity, echo, params.n, body)
     return await respond(context, body, prompts, params, form, identity, tenant)
 

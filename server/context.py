@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -15,7 +14,9 @@ from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.errors import ApiError, bad_request, model_not_found
 from slora_jax.server.metrics import ServerMetrics
-from slora_jax.server.schemas import SamplingBody
+from slora_jax.server.schemas import ChatMessage, SamplingBody
+
+_AT_ONCE_BYTES = 256 << 10  # a larger body is validated in a worker thread: it must not hold up other streams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +69,15 @@ class ServerContext:
         except ValueError as error:
             raise bad_request(str(error), "prompt") from error
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
-    ) -> list[int]:
+    async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
         """Token ids of a conversation in the model's template; raises ApiError 400 where the template
         refuses.
         """
         tokenizer = self.tokenizer
 
         def render() -> list[int]:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+            turns = [message.model_dump(exclude_none=True) for message in messages]
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt)
             return tokenizer.encode(text, False)  # the template writes its own BOS
 
         try:
@@ -148,4 +148,6 @@ async def read_body[B: BaseModel](request: Request, schema: type[B]) -> B:
     except TimeoutError as error:
         message = f"the body did not arrive within {config.body_timeout_seconds:g} s; send it at once"
         raise ApiError(408, "RequestTimeoutError", message, headers={"connection": "close"}) from error
-    return schema.model_validate_json(bytes(body))
+    if len(body) <= _AT_ONCE_BYTES:
+        return schema.model_validate_json(bytes(body))
+    return await asyncio.to_thread(schema.model_validate_json, bytes(body))

@@ -24,10 +24,29 @@ from pydantic import (
     model_validator,
 )
 
-from slora_jax.sampling_params import SamplingParams
+from slora_jax.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from slora_jax.server.errors import bad_request
 
 logger = logging.getLogger(__name__)
+
+MAX_MESSAGES = 4096  # of a conversation
+MAX_UNKNOWN_FIELDS = 256  # of a request; they are ignored
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Refuses a longer list or map before its entries are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"may have at most {count} entries, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class RequestBody(BaseModel):
@@ -38,8 +57,10 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="after")
     def _judge_extras(self) -> RequestBody:
-        ignored = []
-        for name, value in (self.model_extra or {}).items():
+        ignored, extras = [], self.model_extra or {}
+        if len(extras) > MAX_UNKNOWN_FIELDS:
+            raise bad_request(f"the request has {len(extras)} unknown fields; at most {MAX_UNKNOWN_FIELDS}")
+        for name, value in extras.items():
             if name not in self.unsupported:
                 ignored.append(name)
             elif value is not None and value not in self.unsupported[name]:
@@ -121,10 +142,10 @@ class SamplingBody(RequestBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float] | None, _at_most(MAX_LOGIT_BIAS)] = None
     seed: int | None = None
-    stop: Annotated[list[StrictStr], BeforeValidator(_stop)] = []
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[list[StrictStr], _at_most(MAX_STOP_STRINGS), BeforeValidator(_stop)] = []
+    stop_token_ids: Annotated[list[int] | None, _at_most(MAX_STOP_TOKEN_IDS)] = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -231,7 +252,7 @@ class ChatCompletionRequest(SamplingBody):
         "continue_final_message": (False,),
         "echo": (False,),
     }
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = None  # both null: up to the model's length
     max_completion_tokens: int | None = None  # OpenAI's newer name; wins
     logprobs: bool | None = None
@@ -270,7 +291,7 @@ class TokenizeRequest(RequestBody):
 
     model: ModelName | None = None
     prompt: StrictStr | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

@@ -23,10 +23,11 @@ class SamplingParams:
     """How tokens of one request are drawn and when it ends. `temperature=0` is greedy.
 
     Order on the logits: logit_bias and min_tokens, then penalties, temperature, min_p, top_k, top_p. `seed`
-    fixes the output of a request whatever else is in the batch. `stop` strings end a request before the text
-    that matches (kept with `include_stop_str_in_output`); 128 of them at most, of 1024 characters.
+    fixes the output of a request whatever else is in the batch. `stop` strings (128 at most, of 1024
+    characters) end a request before the text that matches (kept with `include_stop_str_in_output`).
     `logprobs=k` returns the k most likely tokens of each step, with the log-softmax of the model's own
-    logits. Output ends at `max_tokens` or at the model's own limit, whichever comes first. Raises ValueError for values out of range.
+    logits. Output ends at `max_tokens` or at the model's own limit, whichever comes first. Raises ValueError
+    for values out of range.
     """
 
     n: int = 1

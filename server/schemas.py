@@ -91,7 +91,9 @@ def _is_token_ids(value: list[Any]) -> bool:
 
 
 def _stop(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value or []
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
 
 
 def _model_name(value: str) -> str:
@@ -211,6 +213,17 @@ class CompletionRequest(SamplingBody):
         return self
 
 
+def _joined_parts(content: Any) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if not all(
+        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
+    ):
+        raise ValueError('must be a string or a list of {"type": "text", "text": ...}: text only')
+    return "\n".join(part["text"] for part in parts)
+
+
 class ChatMessage(BaseModel):
     """One turn. Content parts are joined by newlines; other keys (name, tool_calls, ...) go to the
     template.
@@ -218,19 +231,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
     role: StrictStr
-    content: Any = None
-
-    @model_validator(mode="after")
-    def _join_parts(self) -> ChatMessage:
-        if self.content is None or isinstance(self.content, str):
-            return self
-        parts = self.content if isinstance(self.content, list) else [self.content]
-        if not all(
-            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
-        ):
-            raise ValueError('content must be a string or a list of {"type": "text", "text": ...}: text only')
-        self.content = "\n".join(part["text"] for part in parts)
-        return self
+    content: Annotated[Any, AfterValidator(_joined_parts)] = None
 
 
 class ChatCompletionRequest(SamplingBody):

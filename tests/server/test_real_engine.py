@@ -197,6 +197,30 @@ def test_refusals_of_the_engine_are_bad_requests(live: LiveServer, tmp_path: Pat
     assert live.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "assistant", "tool_calls": 5}, "messages[0].tool_calls must be a list"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]},
+            "messages[0].tool_calls: arguments are nested too deeply",
+        ),
+        ({"role": "user"}, "messages[0].content is missing"),
+        ({"role": "user", "content": 5}, "messages[0].content: must be a string"),
+        ({"content": "x"}, "messages[0].role: Field required"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_malformed_message_is_a_bad_request_that_names_its_field(
+    live: LiveServer, path: str, message: dict[str, Any], words: str
+) -> None:
+    answer = live.post(path, {"messages": [message]})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == "messages"
+    assert words in error["message"]
+
+
 _NUMBERS = (  # fields of a completion that are integers; numbers
     ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "priority"),
     ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "deadline_s"),

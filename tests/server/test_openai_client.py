@@ -245,7 +245,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias", "integer"),
         ({"stop": [""]}, "stop", "empty string"),
         ({"stop": [1]}, "stop", "valid string"),
-        *(({"stop": value}, "stop", "valid list") for value in (0, 1, False, True, {}, {"a": 1}, 0.0)),
+        *(({"stop": value}, "stop", "valid array") for value in (0, 1, False, True, {}, {"a": 1}, 0.0)),
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ],

@@ -123,7 +123,7 @@ def _invalid_field(error: ValidationError) -> ApiError:
     return bad_request(f"{field}: {message}" if field else message, str(first["loc"][0]) if field else None)
 
 
-def printable(text: object, limit: int = 1000) -> str:
+def printable(text: object, limit: int = 500) -> str:
     """What a client sent, for logs and answers: one line, control characters escaped, cut at `limit`."""
     given = str(text)
     shown = given if len(given) <= limit else f"{given[:limit]}..."

@@ -30,12 +30,13 @@ from slora_jax.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from slora_jax.server.errors import bad_request
+from slora_jax.server.errors import bad_request, printable
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGES = 4096  # of a conversation
 MAX_UNKNOWN_FIELDS = 256  # of a request; they are ignored
+_LOGGED_FIELDS = 8
 
 
 def _at_most(count: int) -> BeforeValidator:
@@ -66,7 +67,9 @@ class RequestBody(BaseModel):
             elif value is not None and value not in self.unsupported[name]:
                 raise bad_request(f"{name} is not supported; leave it out", name)
         if ignored:
-            logger.info("request fields that are ignored: %s", ", ".join(sorted(ignored)))
+            shown = ", ".join(printable(name, 64) for name in sorted(ignored)[:_LOGGED_FIELDS])
+            more = ", ..." if len(ignored) > _LOGGED_FIELDS else ""
+            logger.info("%d request fields are ignored: %s%s", len(ignored), shown, more)
         return self
 
 
@@ -271,7 +274,7 @@ class LoadLoraRequest(RequestBody):
     """POST /v1/load_lora_adapter. Empty names are the route's to refuse, in vLLM's words."""
 
     lora_name: StrictStr = ""
-    lora_path: StrictStr = ""
+    lora_path: Annotated[StrictStr, Field(max_length=4096)] = ""  # Linux's limit
     load_inplace: bool = False
 
 

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slora_jax.server.context import ServerContext, read_body, tenant_of
-from slora_jax.server.errors import bad_request
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
 from slora_jax.server.schemas import (
     Completion,
@@ -31,10 +30,7 @@ async def completions(request: Request) -> Response:
 
 async def _complete(context: ServerContext, body: CompletionRequest, tenant: str) -> Response:
     identity = Identity.new("cmpl", context.check_model(body.model))
-    try:
-        params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.logprobs)
-    except ValueError as error:
-        raise bad_request(str(error), str(error).split()[0]) from error
+    params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.logprobs)
     context.check_sequences(len(body.prompt) * params.n)
     texts = [p for p in body.prompt if isinstance(p, str)]  # all or none
     prompts = await context.encode(texts, body.add_special_tokens) if texts else body.prompt

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from slora_jax.intake import MAX_TENANT_CHARACTERS
 from slora_jax.request import DEFAULT_TENANT
 from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
 from slora_jax.server.config import ServerConfig
@@ -97,8 +98,12 @@ class ServerContext:
         if count > limit:
             raise bad_request(f"prompts * n is {count}; at most {limit} sequences a request", "n")
 
-    def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
-        """Raise ApiError 400 naming the limit for an empty prompt or one that leaves too little room."""
+    def check_length(
+        self, num_prompt_tokens: int, max_tokens: int | None, param: str, max_tokens_param: str = "max_tokens"
+    ) -> None:
+        """Raise ApiError 400 naming the limit for an empty prompt or one that leaves too little room; the
+        params are the request's names of the prompt and of `max_tokens`.
+        """
         limit = self.engine.max_model_len
         if num_prompt_tokens == 0:
             raise bad_request(f"{param} is empty", param)
@@ -113,13 +118,19 @@ class ServerContext:
                 f"'max_tokens' or 'max_completion_tokens' is too large: {max_tokens}. This model's maximum "
                 f"context length is {limit} tokens and your request has {num_prompt_tokens} input tokens "
                 f"({max_tokens} > {limit} - {num_prompt_tokens}).",
-                "max_tokens",
+                max_tokens_param,
             )
 
 
 def tenant_of(request: Request, body: SamplingBody) -> str:
-    """Who pays: the header X-Tenant (a gateway sets it, where clients may not choose), else `user`."""
-    return request.headers.get("x-tenant") or body.user or DEFAULT_TENANT
+    """Who pays: the header X-Tenant (a gateway sets it, where clients may not choose), else `user`.
+
+    Raises ApiError 400 for a header that is too long.
+    """
+    header = request.headers.get("x-tenant", "")
+    if len(header) > MAX_TENANT_CHARACTERS:
+        raise bad_request(f"X-Tenant may have at most {MAX_TENANT_CHARACTERS} characters", "X-Tenant")
+    return header or body.user or DEFAULT_TENANT
 
 
 async def read_body[B: BaseModel](request: Request, schema: type[B]) -> B:

@@ -8,6 +8,7 @@ read as vLLM reads them, in pydantic's lax mode: 16.0 and "16" are 16. Token ids
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,13 +25,14 @@ from pydantic import (
     model_validator,
 )
 
+from slora_jax.intake import MAX_PRIORITY, MAX_TENANT_CHARACTERS
 from slora_jax.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from slora_jax.server.errors import bad_request, printable
+from slora_jax.server.errors import ApiError, bad_request, printable
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +158,15 @@ class SamplingBody(RequestBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # vLLM's: logprobs name tokens "token_id:N"
-    user: StrictStr | None = None  # the tenant, unless the header X-Tenant names it
-    priority: int | None = None  # vLLM's: lower is earlier
-    deadline_s: float | None = None  # ours: not finished so many seconds after arrival, it is aborted
+    user: Annotated[StrictStr, Field(max_length=MAX_TENANT_CHARACTERS)] | None = (
+        None  # the tenant, unless the header X-Tenant names it
+    )
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = (
+        None  # vLLM's: lower is earlier
+    )
+    deadline_s: Annotated[float, Field(gt=0)] | None = (
+        None  # ours: not finished so many seconds after arrival, it is aborted
+    )
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:
@@ -167,13 +175,29 @@ class SamplingBody(RequestBody):
         return self
 
     @property
+    def own_names(self) -> dict[str, str]:
+        """The fields of this request that the engine knows under other names, by those."""
+        return {"tenant": "user"}
+
+    def blame(self, error: ValueError) -> ApiError:
+        """400 for a reason of the engine's, which begins with a name: in names of this request."""
+        names = self.own_names
+        reason = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        first = re.match(r"(?:the )?(\w+)", reason)
+        field = first[1] if first and first[1] in type(self).model_fields else None
+        return bad_request(reason, field)
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises ValueError naming the parameter that is out of range."""
+        """Raises ApiError 400 naming the field that is out of range."""
         given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, stop=tuple(self.stop), **given)
+        try:
+            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, stop=tuple(self.stop), **given)
+        except ValueError as error:
+            raise self.blame(error) from error
 
 
 _UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
@@ -262,6 +286,14 @@ class ChatCompletionRequest(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_generation_prompt: bool = True
+
+    @property
+    def own_names(self) -> dict[str, str]:
+        """The fields of this request that the engine knows under other names, by those."""
+        names = {**super().own_names, "prompt": "messages", "logprobs": "top_logprobs"}
+        return (
+            names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+        )
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:

@@ -235,10 +235,10 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
         ({"n": 2000}, "n", "at most 1024"),
         ({"prompt": []}, "prompt", "must be a string"),
         ({"prompt": ""}, None, None),  # BOS alone: a fine prompt
-        ({"prompt": [300]}, None, "outside the vocabulary"),
+        ({"prompt": [300]}, "prompt", "outside the vocabulary"),
         ({"prompt": [True]}, "prompt", "must be a string"),
         ({"prompt": ["a", 1]}, "prompt", "must be a string"),
-        ({"logprobs": 30}, None, "at most 20"),
+        ({"logprobs": 30}, "logprobs", "logprobs may be at most 20"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 4}, "best_of", "not supported"),
         ({"echo": True, "logprobs": 1}, "echo", "not supported"),
@@ -274,6 +274,19 @@ def test_bad_requests(
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 30}, "top_logprobs", "^[^_]*top_logprobs may be at most 20"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be at least 1"),
+        ({"max_completion_tokens": 300}, "max_completion_tokens", "300 > 256"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
+        (
+            {"max_completion_tokens": 2, "extra_body": {"min_tokens": 3}},
+            "min_tokens",
+            "min_tokens 3 must not be above max_completion_tokens 2",
+        ),
+        ({"user": "x" * 257}, "user", "at most 256 characters"),
+        ({"extra_headers": {"X-Tenant": "x" * 257}}, "X-Tenant", "at most 256 characters"),
+        ({"extra_body": {"priority": 101}}, "priority", "less than or equal to 100"),
+        ({"extra_body": {"deadline_s": 0}}, "deadline_s", "greater than 0"),
     ],
 )
 def test_bad_chat_requests(

@@ -86,6 +86,10 @@ def test_arguments_of_tool_calls_become_dictionaries() -> None:
     assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}  # the caller's is left as it was
 
 
+_NO_CALLS: tuple[Any, ...] = (5, 0.5, True, "calls", {"function": {}})
+_NO_CONTENT: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": None, "tool_calls": []})
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -100,7 +104,7 @@ def test_arguments_of_tool_calls_become_dictionaries() -> None:
         ([{"role": "assistant", "tool_calls": [1]}], "must be an object with a 'function'"),
         *(
             ([{"role": "assistant", "tool_calls": calls}], r"messages\[0\].tool_calls must be a list, got")
-            for calls in (5, 0.5, True, "calls", {"function": {}})
+            for calls in _NO_CALLS
         ),
         *(
             ([USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}], message)
@@ -113,7 +117,7 @@ def test_arguments_of_tool_calls_become_dictionaries() -> None:
         *(
             ([USER, {"role": role, **content}], r"messages\[1\].content is missing")
             for role in ("user", "system", "assistant", "tool")
-            for content in ({}, {"content": None}, {"content": None, "tool_calls": []})
+            for content in _NO_CONTENT
         ),
     ],
 )

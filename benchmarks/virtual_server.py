@@ -129,7 +129,7 @@ class VirtualServer:
 
     def give_up_overdue(self) -> None:
         """What an engine does before it schedules."""
-        for overdue in self.waiting.overdue(idle=not self.scheduler.running):
+        for overdue in self.waiting.overdue(running=len(self.scheduler.running)):
             self.given_up.append(overdue)
             self.abort(overdue.request, overdue.reason)
 

@@ -13,7 +13,7 @@ from slora_jax.lora.peft_config import CONFIG_FILE
 from slora_jax.lora.peft_folder import WEIGHTS_FILE
 from slora_jax.lora.registry import check_adapter_name
 from slora_jax.server.context import ServerContext, read_body
-from slora_jax.server.errors import ApiError, bad_request
+from slora_jax.server.errors import ApiError, bad_request, printable
 from slora_jax.server.schemas import LoadLoraRequest, PinLoraRequest, UnloadLoraRequest
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ async def load_lora_adapter(request: Request) -> Response:
     except AdapterExistsError as error:
         raise _already_loaded(name) from error
     except (OSError, ValueError) as error:
-        logger.warning("refused to load adapter '%s' from %s: %s", name, path, error)
+        logger.warning("refused to load adapter '%s' from %s: %s", name, printable(path), printable(error))
         raise _refused(body.lora_path, error) from error
-    logger.info("loaded adapter '%s' (generation %d) from %s", name, info.generation, path)
+    logger.info("loaded adapter '%s' (generation %d) from %s", name, info.generation, printable(path))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

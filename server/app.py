@@ -52,13 +52,19 @@ _HANDLED = (ApiError, ValidationError, HTTPException, EngineDeadError, ShuttingD
 def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starlette:
     """An ASGI application; its lifespan starts the engine and drains it. `engine` must not have been started.
 
-    The engine's latencies go to the application's own metrics registry (`app.state.context.metrics`).
+    The engine's latencies go to the application's own metrics registry (`app.state.context.metrics`). Raises
+    ValueError where an adapter has the base model's name: no request could ask for it.
     """
     config = config or ServerConfig()
     metrics = ServerMetrics(config.served_model_name or engine.model_name)
     metrics.watch(engine)
     engine.observer = metrics
     context = ServerContext(engine, config, metrics)
+    if engine.known_adapter(context.base_name) is not None:
+        raise ValueError(
+            f"adapter '{context.base_name}' has the name of the base model, which would hide it: name it "
+            "otherwise, or set served_model_name"
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -177,14 +183,16 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     context.check_model(body.model)
     if body.messages:
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        ids = await context.encode_chat(messages, body.add_generation_prompt)
+        ids = await context.encode_chat(body.messages, body.add_generation_prompt)
     else:
         (ids,) = await context.encode([body.prompt or ""], body.add_special_tokens)
-    texts = [context.token_text(t) for t in ids] if body.return_token_strs else None
-    return _json(
-        Tokens(count=len(ids), max_model_len=context.engine.max_model_len, tokens=ids, token_strs=texts)
-    )
+
+    def answer() -> Response:
+        texts = [context.token_text(t) for t in ids] if body.return_token_strs else None
+        limit = context.engine.max_model_len
+        return _json(Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=texts))
+
+    return await asyncio.to_thread(answer)
 
 
 async def detokenize(request: Request) -> Response:
@@ -192,9 +200,14 @@ async def detokenize(request: Request) -> Response:
     context = ServerContext.of(request)
     body = await read_body(request, DetokenizeRequest)
     context.check_model(body.model)
-    if bad := [t for t in body.tokens if t >= context.tokenizer.vocab_size]:
-        raise errors.bad_request(f"token id {bad[0]} is outside the vocabulary", "tokens")
-    return _json(Detokenized(prompt=context.tokenizer.decode(body.tokens, False)))
+    tokenizer = context.tokenizer
+
+    def answer() -> Response:
+        if bad := [t for t in body.tokens if t >= tokenizer.vocab_size]:
+            raise errors.bad_request(f"token id {bad[0]} is outside the vocabulary", "tokens")
+        return _json(Detokenized(prompt=tokenizer.decode(body.tokens, False)))
+
+    return await asyncio.to_thread(answer)
 
 
 async def health(request: Request) -> Response:

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slora_jax.server.context import ServerContext, read_body, tenant_of
-from slora_jax.server.errors import bad_request
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
 from slora_jax.server.schemas import (
     AssistantMessage,
@@ -37,16 +36,11 @@ async def chat_completions(request: Request) -> Response:
 async def _chat(context: ServerContext, body: ChatCompletionRequest, tenant: str) -> Response:
     identity = Identity.new("chatcmpl", context.check_model(body.model))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    try:
-        params = body.sampling_params(
-            max_tokens=max_tokens, logprobs=body.top_logprobs or 0 if body.logprobs else None
-        )
-    except ValueError as error:
-        raise bad_request(str(error), str(error).split()[0]) from error
+    logprobs = body.top_logprobs or 0 if body.logprobs else None
+    params = body.sampling_params(max_tokens=max_tokens, logprobs=logprobs)
     context.check_sequences(params.n)
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    prompt = await context.encode_chat(messages, body.add_generation_prompt)
-    context.check_length(len(prompt), max_tokens, "messages")
+    prompt = await context.encode_chat(body.messages, body.add_generation_prompt)
+    context.check_length(len(prompt), max_tokens, "messages", body.own_names.get("max_tokens", "max_tokens"))
     form = ChatForm(context, identity, params.n, body)
     return await respond(context, body, [prompt], params, form, identity, tenant)
 

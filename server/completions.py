@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slora_jax.server.context import ServerContext, read_body, tenant_of
-from slora_jax.server.errors import bad_request
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
 from slora_jax.server.schemas import (
     Completion,
@@ -30,10 +30,7 @@ async def completions(request: Request) -> Response:
 
 async def _complete(context: ServerContext, body: CompletionRequest, tenant: str) -> Response:
     identity = Identity.new("cmpl", context.check_model(body.model))
-    try:
-        params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.logprobs)
-    except ValueError as error:
-        raise bad_request(str(error), str(error).split()[0]) from error
+    params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.logprobs)
     context.check_sequences(len(body.prompt) * params.n)
     texts = [p for p in body.prompt if isinstance(p, str)]  # all or none
     prompts = await context.encode(texts, body.add_special_tokens) if texts else body.prompt
@@ -41,7 +38,8 @@ async def _complete(context: ServerContext, body: CompletionRequest, tenant: str
         context.check_length(len(ids), body.max_tokens, "prompt")
     echo: list[str] = []
     if body.echo:
-        echo = texts or [context.tokenizer.decode(ids) for ids in prompts]
+        decode = context.tokenizer.decode
+        echo = texts or await asyncio.to_thread(lambda: [decode(ids) for ids in prompts])
     form = CompletionForm(context, identity, echo, params.n, body)
     return await respond(context, body, prompts, params, form, identity, tenant)
 

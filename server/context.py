@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from slora_jax.intake import MAX_TENANT_CHARACTERS
 from slora_jax.request import DEFAULT_TENANT
 from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.errors import ApiError, bad_request, model_not_found
 from slora_jax.server.metrics import ServerMetrics
-from slora_jax.server.schemas import SamplingBody
+from slora_jax.server.schemas import ChatMessage, SamplingBody
+
+_AT_ONCE_BYTES = 256 << 10  # a larger body is validated in a worker thread: it must not hold up other streams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ServerContext:
 
     def unknown_model(self, model: str | None) -> ApiError:
         """404: neither the base nor a loaded adapter."""
-        return model_not_found(model or self.base_name)
+        return model_not_found(self.base_name if model is None else model)
 
     def check_model(self, model: str | None) -> str:
         """The name to echo; raises ApiError 404 if it was unknown when adapters last changed."""
@@ -68,16 +70,15 @@ class ServerContext:
         except ValueError as error:
             raise bad_request(str(error), "prompt") from error
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
-    ) -> list[int]:
+    async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
         """Token ids of a conversation in the model's template; raises ApiError 400 where the template
         refuses.
         """
         tokenizer = self.tokenizer
 
         def render() -> list[int]:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+            turns = [message.model_dump(exclude_none=True) for message in messages]
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt)
             return tokenizer.encode(text, False)  # the template writes its own BOS
 
         try:
@@ -97,8 +98,12 @@ class ServerContext:
         if count > limit:
             raise bad_request(f"prompts * n is {count}; at most {limit} sequences a request", "n")
 
-    def check_length(self, num_prompt_tokens: int, max_tokens: int | None, param: str) -> None:
-        """Raise ApiError 400 naming the limit for an empty prompt or one that leaves too little room."""
+    def check_length(
+        self, num_prompt_tokens: int, max_tokens: int | None, param: str, max_tokens_param: str = "max_tokens"
+    ) -> None:
+        """Raise ApiError 400 naming the limit for an empty prompt or one that leaves too little room; the
+        params are the request's names of the prompt and of `max_tokens`.
+        """
         limit = self.engine.max_model_len
         if num_prompt_tokens == 0:
             raise bad_request(f"{param} is empty", param)
@@ -113,13 +118,19 @@ class ServerContext:
                 f"'max_tokens' or 'max_completion_tokens' is too large: {max_tokens}. This model's maximum "
                 f"context length is {limit} tokens and your request has {num_prompt_tokens} input tokens "
                 f"({max_tokens} > {limit} - {num_prompt_tokens}).",
-                "max_tokens",
+                max_tokens_param,
             )
 
 
 def tenant_of(request: Request, body: SamplingBody) -> str:
-    """Who pays: the header X-Tenant (a gateway sets it, where clients may not choose), else `user`."""
-    return request.headers.get("x-tenant") or body.user or DEFAULT_TENANT
+    """Who pays: the header X-Tenant (a gateway sets it, where clients may not choose), else `user`.
+
+    Raises ApiError 400 for a header that is too long.
+    """
+    header = request.headers.get("x-tenant", "")
+    if len(header) > MAX_TENANT_CHARACTERS:
+        raise bad_request(f"X-Tenant may have at most {MAX_TENANT_CHARACTERS} characters", "X-Tenant")
+    return header or body.user or DEFAULT_TENANT
 
 
 async def read_body[B: BaseModel](request: Request, schema: type[B]) -> B:
@@ -148,4 +159,6 @@ async def read_body[B: BaseModel](request: Request, schema: type[B]) -> B:
     except TimeoutError as error:
         message = f"the body did not arrive within {config.body_timeout_seconds:g} s; send it at once"
         raise ApiError(408, "RequestTimeoutError", message, headers={"connection": "close"}) from error
-    return schema.model_validate_json(bytes(body))
+    if len(body) <= _AT_ONCE_BYTES:
+        return schema.model_validate_json(bytes(body))
+    return await asyncio.to_thread(schema.model_validate_json, bytes(body))

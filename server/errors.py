@@ -115,11 +115,19 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _invalid_field(error: ValidationError) -> ApiError:
-    """The first wrong field, by its name in the request: `top_p: Input should be a valid number, ...`."""
+    """The first wrong field, by its place in the request: `messages[0].role: Field required`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
+    parts = (f"[{part}]" if isinstance(part, int) else f".{printable(part, 64)}" for part in first["loc"])
+    field = "".join(parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     return bad_request(f"{field}: {message}" if field else message, str(first["loc"][0]) if field else None)
+
+
+def printable(text: object, limit: int = 500) -> str:
+    """What a client sent, for logs and answers: one line, control characters escaped, cut at `limit`."""
+    given = str(text)
+    shown = given if len(given) <= limit else f"{given[:limit]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
 def _text(error: Exception) -> str:

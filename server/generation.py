@@ -30,7 +30,6 @@ from slora_jax.server.errors import (
     NO_RETRY,
     ApiError,
     as_api_error,
-    bad_request,
     retry_after,
     too_many_requests,
     unavailable,
@@ -141,7 +140,7 @@ async def respond(
     except LimitExceededError as error:
         raise too_many_requests(error) from error
     except ValueError as error:
-        raise bad_request(str(error)) from error
+        raise body.blame(error) from error
     job = Job(requests, params, stream)
     try:
         if body.stream:

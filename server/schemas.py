@@ -8,6 +8,7 @@ read as vLLM reads them, in pydantic's lax mode: 16.0 and "16" are 16. Token ids
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,10 +25,31 @@ from pydantic import (
     model_validator,
 )
 
-from slora_jax.sampling_params import SamplingParams
-from slora_jax.server.errors import bad_request
+from slora_jax.intake import MAX_PRIORITY, MAX_TENANT_CHARACTERS
+from slora_jax.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from slora_jax.server.errors import ApiError, bad_request, printable
 
 logger = logging.getLogger(__name__)
+
+MAX_MESSAGES = 4096  # of a conversation
+MAX_UNKNOWN_FIELDS = 256  # of a request; they are ignored
+_LOGGED_FIELDS = 8
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Refuses a longer list or map before its entries are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"may have at most {count} entries, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class RequestBody(BaseModel):
@@ -38,14 +60,18 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="after")
     def _judge_extras(self) -> RequestBody:
-        ignored = []
-        for name, value in (self.model_extra or {}).items():
+        ignored, extras = [], self.model_extra or {}
+        if len(extras) > MAX_UNKNOWN_FIELDS:
+            raise bad_request(f"the request has {len(extras)} unknown fields; at most {MAX_UNKNOWN_FIELDS}")
+        for name, value in extras.items():
             if name not in self.unsupported:
                 ignored.append(name)
             elif value is not None and value not in self.unsupported[name]:
                 raise bad_request(f"{name} is not supported; leave it out", name)
         if ignored:
-            logger.info("request fields that are ignored: %s", ", ".join(sorted(ignored)))
+            shown = ", ".join(printable(name, 64) for name in sorted(ignored)[:_LOGGED_FIELDS])
+            more = ", ..." if len(ignored) > _LOGGED_FIELDS else ""
+            logger.info("%d request fields are ignored: %s%s", len(ignored), shown, more)
         return self
 
 
@@ -70,7 +96,9 @@ def _is_token_ids(value: list[Any]) -> bool:
 
 
 def _stop(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value or []
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
 
 
 def _model_name(value: str) -> str:
@@ -121,18 +149,24 @@ class SamplingBody(RequestBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float] | None, _at_most(MAX_LOGIT_BIAS)] = None
     seed: int | None = None
-    stop: Annotated[list[StrictStr], BeforeValidator(_stop)] = []
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[list[StrictStr], _at_most(MAX_STOP_STRINGS), BeforeValidator(_stop)] = []
+    stop_token_ids: Annotated[list[int] | None, _at_most(MAX_STOP_TOKEN_IDS)] = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # vLLM's: logprobs name tokens "token_id:N"
-    user: StrictStr | None = None  # the tenant, unless the header X-Tenant names it
-    priority: int | None = None  # vLLM's: lower is earlier
-    deadline_s: float | None = None  # ours: not finished so many seconds after arrival, it is aborted
+    user: Annotated[StrictStr, Field(max_length=MAX_TENANT_CHARACTERS)] | None = (
+        None  # the tenant, unless the header X-Tenant names it
+    )
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = (
+        None  # vLLM's: lower is earlier
+    )
+    deadline_s: Annotated[float, Field(gt=0)] | None = (
+        None  # ours: not finished so many seconds after arrival, it is aborted
+    )
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:
@@ -141,13 +175,29 @@ class SamplingBody(RequestBody):
         return self
 
     @property
+    def own_names(self) -> dict[str, str]:
+        """The fields of this request that the engine knows under other names, by those."""
+        return {"tenant": "user"}
+
+    def blame(self, error: ValueError) -> ApiError:
+        """400 for a reason of the engine's, which begins with a name: in names of this request."""
+        names = self.own_names
+        reason = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        first = re.match(r"(?:the )?(\w+)", reason)
+        field = first[1] if first and first[1] in type(self).model_fields else None
+        return bad_request(reason, field)
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises ValueError naming the parameter that is out of range."""
+        """Raises ApiError 400 naming the field that is out of range."""
         given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, stop=tuple(self.stop), **given)
+        try:
+            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, stop=tuple(self.stop), **given)
+        except ValueError as error:
+            raise self.blame(error) from error
 
 
 _UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
@@ -190,6 +240,17 @@ class CompletionRequest(SamplingBody):
         return self
 
 
+def _joined_parts(content: Any) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if not all(
+        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
+    ):
+        raise ValueError('must be a string or a list of {"type": "text", "text": ...}: text only')
+    return "\n".join(part["text"] for part in parts)
+
+
 class ChatMessage(BaseModel):
     """One turn. Content parts are joined by newlines; other keys (name, tool_calls, ...) go to the
     template.
@@ -197,19 +258,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
     role: StrictStr
-    content: Any = None
-
-    @model_validator(mode="after")
-    def _join_parts(self) -> ChatMessage:
-        if self.content is None or isinstance(self.content, str):
-            return self
-        parts = self.content if isinstance(self.content, list) else [self.content]
-        if not all(
-            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
-        ):
-            raise ValueError('content must be a string or a list of {"type": "text", "text": ...}: text only')
-        self.content = "\n".join(part["text"] for part in parts)
-        return self
+    content: Annotated[Any, AfterValidator(_joined_parts)] = None
 
 
 class ChatCompletionRequest(SamplingBody):
@@ -231,12 +280,20 @@ class ChatCompletionRequest(SamplingBody):
         "continue_final_message": (False,),
         "echo": (False,),
     }
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = None  # both null: up to the model's length
     max_completion_tokens: int | None = None  # OpenAI's newer name; wins
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_generation_prompt: bool = True
+
+    @property
+    def own_names(self) -> dict[str, str]:
+        """The fields of this request that the engine knows under other names, by those."""
+        names = {**super().own_names, "prompt": "messages", "logprobs": "top_logprobs"}
+        return (
+            names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+        )
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:
@@ -249,7 +306,7 @@ class LoadLoraRequest(RequestBody):
     """POST /v1/load_lora_adapter. Empty names are the route's to refuse, in vLLM's words."""
 
     lora_name: StrictStr = ""
-    lora_path: StrictStr = ""
+    lora_path: Annotated[StrictStr, Field(max_length=4096)] = ""  # Linux's limit
     load_inplace: bool = False
 
 
@@ -270,7 +327,7 @@ class TokenizeRequest(RequestBody):
 
     model: ModelName | None = None
     prompt: StrictStr | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

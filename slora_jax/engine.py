@@ -417,8 +417,9 @@ class Engine:
             max_mixed_prompt_tokens=self._runner.buckets.mixed_prefill_tokens,
             max_prefill_seqs=self._runner.buckets.max_prefill_seqs,
         )
-        waiting = WaitingQueue(self.config, time.monotonic)
-        return Scheduler(limits, self._reclaim, self._adapters, self._loader, self._prefixes, waiting)
+        clock = time.monotonic
+        waiting = WaitingQueue(self.config, clock)
+        return Scheduler(limits, self._reclaim, self._adapters, self._loader, self._prefixes, waiting, clock)
 
     def _new_intake(self) -> RequestIntake:
         vocab_size = self.model_config.vocab_size
@@ -443,11 +444,14 @@ class Engine:
 
     def _step(self) -> list[StreamEvent]:
         started = time.perf_counter()
-        for overdue in self._scheduler.waiting.overdue(idle=not self._scheduler.running):
+        for overdue in self._scheduler.waiting.overdue(running=len(self._scheduler.running)):
             self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
         try:
             self._planned = plan = self._schedule()
+            compilations = self._runner.compilations
             launched = self._runner.launch(plan) if plan else None
+            if self._runner.compilations > compilations:
+                self._scheduler.waiting.compiled()
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
         except BaseException:  # Ctrl-C above all

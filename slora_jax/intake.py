@@ -27,7 +27,7 @@ from slora_jax.text import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | Seq[int]
 MAX_PRIORITY = 100  # either way: no request may be put off, or preferred, without end
-_TENANT_CHARACTERS = 256
+MAX_TENANT_CHARACTERS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,8 +216,8 @@ class RequestIntake:
 
 
 def _tenant(tenant: object) -> str:
-    if not as_kind("tenant", tenant, str) or len(str(tenant)) > _TENANT_CHARACTERS:
-        raise ValueError(f"tenant must have 1 to {_TENANT_CHARACTERS} characters, got {len(str(tenant))}")
+    if not as_kind("tenant", tenant, str) or len(str(tenant)) > MAX_TENANT_CHARACTERS:
+        raise ValueError(f"tenant must have 1 to {MAX_TENANT_CHARACTERS} characters, got {len(str(tenant))}")
     return str(tenant)
 
 

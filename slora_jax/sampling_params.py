@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from slora_jax.checks import as_kind, as_list, check_fields
 
 MAX_LOGIT_BIAS = 1024  # entries of one request; OpenAI allows 300
+MAX_STOP_STRINGS = 128  # the engine looks for each of them in every token's text; OpenAI allows 4
+MAX_STOP_CHARACTERS = 1024  # of each
 MAX_STOP_TOKEN_IDS = 128
 _INT32_MAX = 2**31 - 1  # what the device's arrays hold
 _FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -20,10 +23,11 @@ class SamplingParams:
     """How tokens of one request are drawn and when it ends. `temperature=0` is greedy.
 
     Order on the logits: logit_bias and min_tokens, then penalties, temperature, min_p, top_k, top_p. `seed`
-    fixes the output of a request whatever else is in the batch. `stop` strings end a request before the text
-    that matches (kept with `include_stop_str_in_output`). `logprobs=k` returns the k most likely tokens of
-    each step, with the log-softmax of the model's own logits. Output ends at `max_tokens` or at
-    the model's own limit, whichever comes first. Raises ValueError for values out of range.
+    fixes the output of a request whatever else is in the batch. `stop` strings (128 at most, of 1024
+    characters) end a request before the text that matches (kept with `include_stop_str_in_output`).
+    `logprobs=k` returns the k most likely tokens of each step, with the log-softmax of the model's own
+    logits. Output ends at `max_tokens` or at the model's own limit, whichever comes first. Raises ValueError
+    for values out of range.
     """
 
     n: int = 1
@@ -49,8 +53,11 @@ class SamplingParams:
         check_fields(self)
         stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop, "strings")
         ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        _check_count("stop", stop, MAX_STOP_STRINGS)
+        _check_count("stop_token_ids", ids, MAX_STOP_TOKEN_IDS)
         if not isinstance(self.logit_bias, Mapping | None):
-            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            raise ValueError(f"logit_bias must map token ids to numbers, got {reprlib.repr(self.logit_bias)}")
+        _check_count("logit_bias", self.logit_bias or {}, MAX_LOGIT_BIAS)
         bias = {
             as_kind("a token id in logit_bias", t, int): as_kind(f"logit_bias of token {t}", b, float)
             for t, b in (self.logit_bias or {}).items()
@@ -94,18 +101,19 @@ class SamplingParams:
             raise ValueError(f"min_tokens {self.min_tokens} must not be above max_tokens {self.max_tokens}")
         if any(s == "" for s in self.stop):
             raise ValueError("stop must not hold an empty string")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}"
-            )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} entries, "
-                f"got {len(self.stop_token_ids)}"
+                f"stop may have strings of at most {MAX_STOP_CHARACTERS} characters, got one of {longest}"
             )
         for token, bias in self.logit_bias.items():
             if math.isnan(bias) or _FLOAT32_MAX < abs(bias) < math.inf:
                 raise ValueError(f"logit_bias of token {token} must be a number of float32, got {bias}")
+
+
+def _check_count(name: str, entries: Sized, limit: int) -> None:
+    if len(entries) > limit:
+        raise ValueError(f"{name} may have at most {limit} entries, got {len(entries)}")
 
 
 def _listed(name: str, value: object, want: str) -> list[Any]:

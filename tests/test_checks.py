@@ -71,6 +71,35 @@ def test_the_scalars_of_numpy_become_python_s() -> None:
     assert [type(v) for v in (params.n, params.temperature, params.ignore_eos)] == [int, float, bool]
 
 
+@pytest.mark.parametrize(
+    ("within", "beyond", "words"),
+    [
+        ({"stop": ["x"] * 128}, {"stop": ["x"] * 129}, "stop may have at most 128 entries, got 129"),
+        (
+            {"stop": "x" * 1024},
+            {"stop": ["y", "x" * 1025]},
+            "stop may have strings of at most 1024 characters, got one of 1025",
+        ),
+        (
+            {"stop_token_ids": range(128)},
+            {"stop_token_ids": range(129)},
+            "stop_token_ids may have at most 128 entries, got 129",
+        ),
+        (
+            {"logit_bias": dict.fromkeys(range(1024), 1.0)},
+            {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+            "logit_bias may have at most 1024 entries, got 1025",
+        ),
+    ],
+)
+def test_what_costs_the_engine_time_at_every_token_is_limited(
+    within: dict[str, Any], beyond: dict[str, Any], words: str
+) -> None:
+    SamplingParams(**within)
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(**beyond)
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_the_engine_s_seed_has_bounds(seed: int) -> None:
     with pytest.raises(ValueError, match=rf"seed must be in \[0, {2**63 - 1}\], got "):

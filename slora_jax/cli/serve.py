@@ -73,8 +73,11 @@ def run(args: argparse.Namespace) -> int:
     from slora_jax.server.config import ServerConfig
     from slora_jax.server.serve import run_server
 
-    args.api_key = args.api_key or os.environ.get("SLORA_API_KEY")
-    args.admin_api_key = args.admin_api_key or os.environ.get("SLORA_ADMIN_API_KEY")
+    # An empty one, of a shell's unset variable, is ServerConfig's to refuse: never an open server.
+    if args.api_key is None:
+        args.api_key = os.environ.get("SLORA_API_KEY")
+    if args.admin_api_key is None:
+        args.admin_api_key = os.environ.get("SLORA_ADMIN_API_KEY")
     with reading_input():
         server_config, engine_config = from_flags(ServerConfig, args), from_flags(EngineConfig, args)
         adapters = model_adapters(args)

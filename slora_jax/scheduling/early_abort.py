@@ -75,19 +75,22 @@ class MovingBound:
 class EarlyAbort:
     """Which calls to give up, given the rates at which others arrive and are taken. O(1) a request.
 
-    One that has begun is never given up. Let T be the target and p the time from a request's start to its
+    One that has begun is never given up, nor one that came since the last step while a slot is free for it.
+    Let T be the target and p the time from a request's start to its
     first token. Those whose age plus p exceeds T are late whatever happens. While calls come at least as fast
     as they are begun (mu a second, measured while some wait, a standard deviation in their favour), only the
     latest mu * (T - p) can be in time; older ones are given up.
     """
 
-    def __init__(self, target_s: float) -> None:
+    def __init__(self, target_s: float, max_batch_size: int) -> None:
         self._target = target_s
+        self._max_batch_size = max_batch_size
         # Calls that have not begun, oldest first, and their requests that may be taken.
         self._waiting: collections.OrderedDict[Call, dict[Request, None]] = collections.OrderedDict()
         self._arrivals, self._service = MovingRate(3 * target_s), MovingRate(3 * target_s)
         self._first_token = MovingBound()
         self._then: float | None = None
+        self._compiled_at = -math.inf
         self._full_for: float | None = None  # seconds before _then, if somebody waited all that time
         self._arrived = self._started = 0  # since _then
 
@@ -120,16 +123,23 @@ class EarlyAbort:
         """It has its first token."""
         metrics = request.metrics
         assert metrics.first_token_time is not None and metrics.first_scheduled_time is not None
-        self._first_token.add(metrics.first_token_time - metrics.first_scheduled_time)
+        if metrics.first_scheduled_time > self._compiled_at:
+            self._first_token.add(metrics.first_token_time - metrics.first_scheduled_time)
 
-    def late(self, now: float, *, idle: bool) -> list[Overdue]:
+    def compiled(self, now: float) -> None:
+        """A step compiled until now: what it kept waiting says nothing of the steps to come."""
+        self._compiled_at = now
+        self._then = self._full_for = None
+
+    def late(self, now: float, *, running: int) -> list[Overdue]:
         """Take out the calls to give up, and list their requests. Once a step, before any is admitted.
 
-        `idle`: nothing runs, so what first tokens took before (a step that compiled, a full batch) says
+        `running`: sequences that run. With none, what first tokens took before (a full batch, say) means
         little; who is in time by now is served, and measured anew.
         """
+        slots, tried_at = self._max_batch_size - running, self._then
         self._measure(now)
-        room = self._target if idle else self._target - self._first_token.value
+        room = self._target if not running else self._target - self._first_token.value
         keep = len(self._waiting)
         if self._service.observed >= self._target and self._arrivals.value >= self._service.upper:
             keep = max(1, int(self._service.upper * room))
@@ -138,6 +148,9 @@ class EarlyAbort:
             waited = now - _arrival(call)
             if waited <= room and len(self._waiting) - len(late) <= keep:
                 break
+            if slots > 0 and (tried_at is None or _arrival(call) > tried_at):
+                slots -= sum(request.params.n for request in self._waiting[call])
+                continue
             late.append((call, waited))
         for call, _ in late:
             del self._waiting[call]

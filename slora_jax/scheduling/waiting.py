@@ -32,7 +32,9 @@ class WaitingQueue:
         self._order = _order(config, self._seekers, self._turn)
         self._vtc = self._order if isinstance(self._order, VtcOrder) else None
         self._limits = _limits(config, clock)
-        self._early = EarlyAbort(config.ttft_target_s) if "early-abort" in config.policies else None
+        self._early: EarlyAbort | None = None
+        if "early-abort" in config.policies:
+            self._early = EarlyAbort(config.ttft_target_s, config.max_batch_size)
         self._preempted = RankHeap()
         self._waiting: dict[Sequence, bool] = {}  # -> whether it is preempted
         self._adapters: collections.Counter[str] = collections.Counter()  # of those that wait
@@ -154,8 +156,13 @@ class WaitingQueue:
         if self._early is not None and sequence.request.metrics.num_output_tokens == 1:
             self._early.first_token(sequence.request)
 
-    def overdue(self, *, idle: bool) -> list[Overdue]:
-        """Requests, waiting or running, that are to be ended now; `idle`: none runs."""
+    def compiled(self) -> None:
+        """The step that was just launched was compiled before: nobody's wait for it is typical."""
+        if self._early is not None:
+            self._early.compiled(self._clock())
+
+    def overdue(self, *, running: int) -> list[Overdue]:
+        """Requests, waiting or running, that are to be ended now; `running`: how many sequences run."""
         now, found = self._clock(), []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
@@ -163,7 +170,7 @@ class WaitingQueue:
                 reason = f"not finished within its deadline_s of {request.deadline_s:g} s"
                 found.append(Overdue(request, reason))
         if self._early is not None:
-            found += self._early.late(now, idle=idle)
+            found += self._early.late(now, running=running)
         return found
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -87,7 +88,8 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
     Lists of OpenAI text parts are joined with a newline, as vLLM does. Keys whose value is None are dropped,
     since clients send `content: null` beside tool calls and templates would print "None". Raises ValueError
-    for messages without a role, and for parts that are not text.
+    for messages without a role or without both content and calls, for parts that are not text, and for calls
+    whose arguments cannot be read.
     """
     if not messages:
         raise ValueError("messages must hold at least one message")
@@ -103,8 +105,13 @@ def _normalize_message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         out["content"] = "\n".join(_part_text(i, part) for part in content)
     elif not isinstance(content, str):
         raise ValueError(f"messages[{i}].content must be a string or a list of text parts")
-    if out.get("tool_calls"):
-        out["tool_calls"] = [_with_parsed_arguments(i, call) for call in out["tool_calls"]]
+    calls = out.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list | tuple):
+            raise ValueError(f"messages[{i}].tool_calls must be a list, got {reprlib.repr(calls)}")
+        out["tool_calls"] = [_with_parsed_arguments(i, call) for call in calls]
+    elif "content" not in out and not out.get("function_call"):
+        raise ValueError(f"messages[{i}].content is missing: it must be a string or a list of text parts")
     return out
 
 
@@ -123,7 +130,9 @@ def _with_parsed_arguments(i: int, call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except json.JSONDecodeError as error:
+        except RecursionError as error:
+            raise ValueError(f"messages[{i}].tool_calls: arguments are nested too deeply") from error
+        except ValueError as error:  # also an integer of more digits than Python reads
             raise ValueError(f"messages[{i}].tool_calls: arguments are not valid JSON: {error}") from error
     return {**call, "function": function}
 

@@ -64,3 +64,19 @@ def test_a_server_on_a_gpu_compiles_before_it_answers(
     monkeypatch.setattr("jax.default_backend", lambda: backend)
     assert main(["serve", "somewhere", *flags]) == 0
     assert made[0].warmup is warm
+
+
+@pytest.mark.parametrize("given", ["flag", "environment"])
+@pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
+def test_an_empty_key_is_refused_and_never_an_open_server(
+    key: str, given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slora_jax.server.serve.run_server", lambda *_, **__: pytest.fail("it serves"))
+    flags = []
+    if given == "flag":
+        monkeypatch.setenv(f"SLORA_{key.upper()}", "another")
+        flags = [f"--{key.replace('_', '-')}", ""]
+    else:
+        monkeypatch.setenv(f"SLORA_{key.upper()}", "")
+    assert main(["serve", "somewhere", *flags]) != 0
+    assert f"{key} must not be empty" in " ".join(capsys.readouterr().err.split())

@@ -90,6 +90,7 @@ class SimulatedRunner:
     stages_adapters = False
     copy_bytes_per_s: float | None = None
     packed = None
+    compilations = 0
     pinned_host_limit: int | None = None
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:

@@ -10,6 +10,8 @@ import pytest
 from benchmarks.virtual_server import Arrival, StepCost, VirtualServer
 from slora_jax import SamplingParams
 from slora_jax.request import Request
+from slora_jax.runner import InFlight
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.policy_server import server
 from tests.engine.simulated_engine import simulated_engine
 
@@ -100,6 +102,52 @@ def test_one_slow_first_token_does_not_make_early_abort_refuse_an_idle_server_fo
     start = served.now
     served.run([Arrival(start + 0.5 * i, 4, 2) for i in range(20)])
     assert not served.reasons
+
+
+def test_nobody_for_whom_a_slot_is_free_is_given_up_after_a_slow_first_token() -> None:
+    served = server("early-abort", batch=16, num_pages=4000, ttft_target_s=2.0, cost=StepCost(step=8.0))
+    served.run([Arrival(0.0, 4, 1)])
+    served.cost = StepCost(step=0.01)
+    start = served.now
+    long = [Arrival(start, 4, 1000)]  # the engine is never idle
+    served.run(long + [Arrival(start + 0.1 * i, 4, 20) for i in range(1, 60)])
+    assert not served.reasons
+
+
+def test_a_burst_larger_than_the_free_slots_is_judged_from_the_first_that_finds_none() -> None:
+    served = server("early-abort", batch=4, num_pages=4000, ttft_target_s=2.0, cost=StepCost(step=8.0))
+    served.run([Arrival(0.0, 4, 1)])
+    served.cost = StepCost(step=0.01)
+    served.add(Arrival(served.now, 4, 1000))
+    served.step()
+    burst = [served.add(Arrival(served.now, 4, 50)) for _ in range(8)]
+    served.step()
+    assert list(served.reasons) == [request.request_id for request in burst[3:]]
+
+
+def test_steps_that_compiled_are_left_out_of_what_first_tokens_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    engine = simulated_engine(max_batch_size=1, scheduling_policy="early-abort", ttft_target_s=2.0)
+    launch = engine._runner.launch
+
+    def compile_and_launch(plan: StepPlan) -> InFlight:
+        nonlocal now
+        now += 8.0
+        engine._runner.compilations += 1
+        return launch(plan)
+
+    engine._runner.launch = compile_and_launch  # type: ignore[method-assign]
+    engine.generate([[1, 2]], None, SamplingParams(max_tokens=1))
+    engine._runner.launch = launch  # type: ignore[method-assign]
+    engine.add_request([1, 2], None, SamplingParams(max_tokens=5))
+    engine.step()
+    engine.add_request([1, 2], None, SamplingParams(max_tokens=5))
+    ends = []
+    while engine.has_unfinished():
+        now += 0.1
+        ends += [e.finish_reason for e in engine.step() if e.finish_reason is not None]
+    assert ends == ["length", "length"]
 
 
 def test_early_abort_never_gives_up_what_has_begun() -> None:

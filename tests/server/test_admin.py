@@ -191,7 +191,7 @@ def test_adapters_must_lie_inside_the_root(root: Path) -> None:
             "link",
             "file-link",
             "loop",
-            "x" * 5000,
+            "x" * 4000,
             "~/x/../../..",
         ):
             status, kind, message = error_of(live, LOAD, {"lora_name": "bad", "lora_path": bad})
@@ -276,3 +276,38 @@ def test_probes_need_no_key_and_the_openai_client_sends_one() -> None:
 def test_wrong_server_configs(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ServerConfig(**settings)
+
+
+@pytest.mark.parametrize(("name", "served"), [("fake-model", None), ("pirate", "pirate")])
+def test_an_adapter_that_the_bases_name_would_hide_is_refused_at_the_start(
+    name: str, served: str | None, adapter_dir: Path
+) -> None:
+    engine = FakeEngine()
+    engine.load_adapter(name, adapter_dir)
+    with pytest.raises(ValueError, match=f"adapter '{name}' has the name of the base.*served_model_name"):
+        create_app(AsyncEngine(engine), ServerConfig(served_model_name=served))
+
+
+_FORGED = "x\nINFO: forged\r\x1b[31m\u2028\x85"
+
+
+def test_what_clients_send_cannot_forge_or_flood_the_log(
+    server: LiveServer, tmp_path: Path, adapter_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    refused, loaded = tmp_path / (_FORGED + "1"), tmp_path / (_FORGED + "2")
+    refused.mkdir()
+    (refused / "adapter_config.json").write_text("{}")
+    shutil.copytree(adapter_dir, loaded)
+    fields = {f"{_FORGED}{i}{'y' * 5000}": 1 for i in range(200)}
+    answers = [
+        server.post("/v1/completions", {"prompt": "x", **fields}),
+        server.post(LOAD, {"lora_name": "forger", "lora_path": str(refused)}),
+        server.post(LOAD, {"lora_name": "forger", "lora_path": "x\n" * 2000}),
+        server.post(LOAD, {"lora_name": "forger", "lora_path": str(loaded)}),
+        server.post("/v1/unload_lora_adapter", {"lora_name": "forger", _FORGED: 1}),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 400, 400, 200, 200]
+    assert len([message for message in caplog.messages if "forged" in message]) >= 4
+    assert all(message.isprintable() and len(message) < 5000 for message in caplog.messages)
+    assert any("200 request fields are ignored" in message for message in caplog.messages)

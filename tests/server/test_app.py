@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -16,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slora_jax.server.config import ServerConfig
+from slora_jax.server.schemas import CompletionRequest
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 from tests.server.live import LiveServer, serve, wait_for
 
@@ -168,11 +171,123 @@ def test_a_body_that_trickles_is_cut_off(path: str, header: str) -> None:
         assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        ("/v1/chat/completions", {"messages": [MESSAGE] * 4097}, "messages", "at most 4096 items"),
+        ("/tokenize", {"messages": [MESSAGE] * 4097}, "messages", "at most 4096 items"),
+        ("/v1/completions", {"prompt": "x", "stop": ["x"] * 129}, "stop", "at most 128 entries, got 129"),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(1025)), 1)},
+            "logit_bias",
+            "at most 1024 entries, got 1025",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", **{f"new{i}": 1 for i in range(257)}},
+            None,
+            "257 unknown fields; at most 256",
+        ),
+    ],
+)
+def test_what_a_body_holds_many_of_is_limited(
+    server: LiveServer, path: str, fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    answer = server.post(path, fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+class Gate:
+    """Holds up whoever passes it until it is opened."""
+
+    def __init__(self) -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self._reached.set()
+        assert self._opened.wait(10)
+
+    def reached(self) -> None:
+        assert self._reached.wait(10)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+class GatedTokenizer(ByteTokenizer):
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self._gate()
+        return super().encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self._gate()
+        return super().decode(ids, skip_special_tokens)
+
+
+def _answers_health_meanwhile(live: LiveServer, gate: Gate, path: str, body: dict[str, Any]) -> int:
+    """The status of a request, during which, at the gate, /health answered."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.post, path, body)
+        gate.reached()
+        try:
+            assert live.get("/health").status_code == 200
+        finally:
+            gate.open()
+        return answer.result().status_code
+
+
+def test_health_answers_while_a_large_body_is_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, validate = Gate(), CompletionRequest.model_validate_json
+
+    def validate_at_the_gate(content: bytes) -> CompletionRequest:
+        gate()
+        return validate(content)
+
+    monkeypatch.setattr(CompletionRequest, "model_validate_json", validate_at_the_gate)
+    body = {"prompt": "x" * 300_000}
+    with serve(FakeEngine(tokenizer=ByteTokenizer())) as live:
+        assert _answers_health_meanwhile(live, gate, "/v1/completions", body) == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x"}),
+        ("/tokenize", {"messages": [MESSAGE], "return_token_strs": True}),
+        ("/detokenize", {"tokens": [65]}),
+        ("/v1/completions", {"prompt": [65], "echo": True}),
+        ("/v1/chat/completions", {"messages": [MESSAGE]}),
+    ],
+)
+def test_health_answers_while_a_long_text_is_tokenized(path: str, body: dict[str, Any]) -> None:
+    gate = Gate()
+    with serve(FakeEngine(tokenizer=GatedTokenizer(gate))) as live:
+        assert _answers_health_meanwhile(live, gate, path, body) == 200
+
+
 def test_served_model_name(small: LiveServer) -> None:
     assert small.get("/v1/models").json()["data"][0]["id"] == "house-name"
     assert small.post("/v1/completions", {"prompt": "x"}).json()["model"] == "house-name"
     assert small.post("/v1/completions", {"prompt": "x", "model": "house-name"}).status_code == 200
     assert small.post("/v1/completions", {"prompt": "x", "model": "fake-model"}).status_code == 404
+
+
+def test_a_model_without_a_name_is_not_taken_for_the_base(server: LiveServer) -> None:
+    answer = server.get("/v1/models/")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+    assert "fake-model" not in answer.text
+    assert server.get("/v1/models/fake-model").status_code == 200
 
 
 def test_unknown_routes_and_methods_have_the_envelope(server: LiveServer) -> None:

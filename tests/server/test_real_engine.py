@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from slora_jax.config import EngineConfig, ModelConfig
@@ -178,23 +177,63 @@ def test_chat_logprobs_and_n(live: LiveServer) -> None:
             assert entry.logprob <= values[0] <= 0
 
 
-def test_refusals_of_the_engine_are_bad_requests(live: LiveServer, tmp_path: Path) -> None:
-    with live.openai() as client:
-        for options in (
-            {"prompt": [9999]},
-            {"logit_bias": {"9999": 1}},
-            {"logprobs": 21},
-            {"prompt": "x" * 600},
-        ):
-            request = {"model": "tiny-llama", "prompt": "x", **options}
-            with pytest.raises(openai.BadRequestError):
-                client.completions.create(**request)  # type: ignore[call-overload]
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": [9999]}, "prompt", "prompt token 0 is 9999"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias", "logit_bias names token 9999"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "logit_bias names token -1"),
+        ({"stop_token_ids": [9999]}, "stop_token_ids", "stop_token_ids names token 9999"),
+        ({"logprobs": 21}, "logprobs", "logprobs 21 is above"),
+        ({"prompt": "x" * 600}, "prompt", "maximum context length"),
+        ({"messages": [], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs 21 is above"),
+        ({"messages": [], "logit_bias": {"9999": 1}}, "logit_bias", "logit_bias names token 9999"),
+    ],
+)
+def test_refusals_of_the_engine_name_the_field_of_the_request(
+    live: LiveServer, fields: dict[str, Any], param: str, words: str
+) -> None:
+    if "messages" in fields:
+        fields = {**fields, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        answer = live.post("/v1/chat/completions", fields)
+    else:
+        answer = live.post("/v1/completions", {"prompt": "x", **fields})
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (400, param)
+    assert words in error["message"]
+
+
+def test_adapters_that_are_refused_leave_the_server_well(live: LiveServer, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     refused = live.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path)})
     assert refused.status_code in (400, 404), refused.text
     missing = live.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "none")})
     assert missing.status_code == 404, missing.text
     assert live.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "assistant", "tool_calls": 5}, "messages[0].tool_calls must be a list"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]},
+            "messages[0].tool_calls: arguments are nested too deeply",
+        ),
+        ({"role": "user"}, "messages[0].content is missing"),
+        ({"role": "user", "content": 5}, "messages[0].content: must be a string"),
+        ({"content": "x"}, "messages[0].role: Field required"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_malformed_message_is_a_bad_request_that_names_its_field(
+    live: LiveServer, path: str, message: dict[str, Any], words: str
+) -> None:
+    answer = live.post(path, {"messages": [message]})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == "messages"
+    assert words in error["message"]
 
 
 _NUMBERS = (  # fields of a completion that are integers; numbers

@@ -197,4 +197,4 @@ def test_a_deadline_that_passes_is_a_503_that_says_so() -> None:
         assert "deadline_s" in response.json()["error"]["message"]
         wrong = live.post("/v1/completions", {"prompt": [1], "deadline_s": -1})
         assert wrong.status_code == 400
-        assert "deadline_s must be above 0 seconds" in wrong.json()["error"]["message"]
+        assert "deadline_s: Input should be greater than 0" in wrong.json()["error"]["message"]

@@ -86,6 +86,10 @@ def test_arguments_of_tool_calls_become_dictionaries() -> None:
     assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}  # the caller's is left as it was
 
 
+_NO_CALLS: tuple[Any, ...] = (5, 0.5, True, "calls", {"function": {}})
+_NO_CONTENT: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": None, "tool_calls": []})
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -98,8 +102,35 @@ def test_arguments_of_tool_calls_become_dictionaries() -> None:
         ([{"role": "user", "content": ["hi"]}], "part of type 'str'"),
         ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not valid JSON"),
         ([{"role": "assistant", "tool_calls": [1]}], "must be an object with a 'function'"),
+        *(
+            ([{"role": "assistant", "tool_calls": calls}], r"messages\[0\].tool_calls must be a list, got")
+            for calls in _NO_CALLS
+        ),
+        *(
+            ([USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}], message)
+            for arguments, message in (
+                ("[" * 100_000, r"messages\[1\].tool_calls: arguments are nested too deeply"),
+                ('{"a":' * 100_000, r"messages\[1\].tool_calls: arguments are nested too deeply"),
+                ("9" * 5000, r"messages\[1\].tool_calls: arguments are not valid JSON"),
+            )
+        ),
+        *(
+            ([USER, {"role": role, **content}], r"messages\[1\].content is missing")
+            for role in ("user", "system", "assistant", "tool")
+            for content in _NO_CONTENT
+        ),
     ],
 )
 def test_malformed_messages(messages: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         normalize_messages(messages)
+
+
+@pytest.mark.parametrize("depth", [100, 900, 5000, 100_000])
+def test_arguments_of_any_depth_are_rendered_or_refused_as_values(depth: int) -> None:
+    call = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+    chat = ChatTemplate({"default": "{{ messages[0].tool_calls | tojson }}"}, {})
+    try:
+        assert "[" * depth in chat.render([{"role": "assistant", "tool_calls": [call]}])
+    except ValueError:
+        assert depth > 100

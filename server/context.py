@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from slora_jax.intake import MAX_TENANT_CHARACTERS
-from slora_jax.request import DEFAULT_TENANT
+from slora_jax.request import DEFAULT_TENANT, MAX_TENANT_CHARACTERS
 from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.errors import ApiError, bad_request, model_not_found

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from slora_jax.intake import MAX_PRIORITY, MAX_TENANT_CHARACTERS
+from slora_jax.request import MAX_PRIORITY, MAX_TENANT_CHARACTERS
 from slora_jax.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,

@@ -16,6 +16,8 @@ from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.outputs import RequestMetrics
 from slora_jax.request import (
     DEFAULT_TENANT,
+    MAX_PRIORITY,
+    MAX_TENANT_CHARACTERS,
     GenerateRequest,
     Request,
     Sequence,
@@ -26,8 +28,6 @@ from slora_jax.sampling_params import SamplingParams
 from slora_jax.text import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | Seq[int]
-MAX_PRIORITY = 100  # either way: no request may be put off, or preferred, without end
-MAX_TENANT_CHARACTERS = 256
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -127,3 +128,10 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def test_imports_leave_the_root_logger_to_the_program() -> None:
+    """Else its logging.basicConfig, which the README suggests, would do nothing."""
+    program = "import logging, slora_jax.server.serve, slora_jax.cli.main, slora_jax.engine\n"
+    program += "assert not logging.root.handlers, logging.root.handlers"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

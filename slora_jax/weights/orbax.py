@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from slora_jax.errors import CheckpointError
 from slora_jax.models.params import ParamSpec
@@ -16,7 +16,7 @@ from slora_jax.weights.source import raise_problems
 
 def save_orbax(folder: Path, params: Mapping[str, jax.Array]) -> None:
     """Writes `params` under `folder`; returns when they are on disk."""
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         checkpointer.save(folder.resolve() / ORBAX_FOLDER, dict(params))
         checkpointer.wait_until_finished()
 
@@ -29,7 +29,7 @@ def load_orbax(
     Raises CheckpointError where names or shapes are not those of `specs`, or the files cannot be read.
     """
     path = folder.resolve() / ORBAX_FOLDER
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         try:
             stored = checkpointer.metadata(path).item_metadata
             if stored is None:
@@ -52,3 +52,12 @@ def load_orbax(
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{path}: cannot be restored ({error}); convert it again") from error
     return restored
+
+
+def _checkpointer() -> Any:
+    """Orbax's. Imported where it is used only: it gives the root logger a handler, after which a program's own
+    logging.basicConfig does nothing.
+    """
+    import orbax.checkpoint as ocp
+
+    return ocp.StandardCheckpointer()

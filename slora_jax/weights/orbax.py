@@ -55,8 +55,8 @@ def load_orbax(
 
 
 def _checkpointer() -> Any:
-    """Orbax's. Imported where it is used only: it gives the root logger a handler, after which a program's own
-    logging.basicConfig does nothing.
+    """Orbax's. Imported where it is used only: it gives the root logger a handler, after which a program's
+    own logging.basicConfig does nothing.
     """
     import orbax.checkpoint as ocp
 

@@ -158,11 +158,12 @@ def offline(args: argparse.Namespace) -> None:
             length_in, length_out = rng.integers(8, 513, 2)
             name = names[rng.choice(n, p=weights / weights.sum())] if n else None
             requests.append((rng.integers(0, vocab, length_in).tolist(), name, int(length_out)))
-        started, before = time.perf_counter(), engine._runner.compilations
+        started, before, compiling = time.perf_counter(), engine._runner.compilations, 0.0
         if bool(n) not in warm_with:
             warm_with.add(bool(n))
             lora = n and args.lora_mode != "merge"
             engine._runner.compile(offline_shapes(engine, ranks=ranks if lora else ()))
+            compiling = time.perf_counter() - started
             run_all(engine, requests[:WARM_UP])
             gc.collect()
             gc.freeze()  # as the server does
@@ -191,7 +192,7 @@ def offline(args: argparse.Namespace) -> None:
             "adapter_loads": stats.adapter_loads - loads,
             "merges": engine._runner.merges - merges,
             "preemptions": stats.preemptions,
-            "compilations": {"before": warm - before, "while_timed": 0},
+            "compilations": {"before": warm - before, "seconds": round(compiling, 1), "while_timed": 0},
             "backend": engine._runner.backend.name,
         }
         value = round(args.requests / seconds, 2)

@@ -8,12 +8,18 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from slora_jax.errors import AdapterError, AdapterExistsError, UnknownAdapterError, reason_without_path
+from slora_jax.errors import (
+    AdapterError,
+    AdapterExistsError,
+    UnknownAdapterError,
+    printable,
+    reason_without_path,
+)
 from slora_jax.lora.peft_config import CONFIG_FILE
 from slora_jax.lora.peft_folder import WEIGHTS_FILE
 from slora_jax.lora.registry import check_adapter_name
 from slora_jax.server.context import ServerContext, read_body
-from slora_jax.server.errors import ApiError, bad_request, printable
+from slora_jax.server.errors import ApiError, bad_request
 from slora_jax.server.schemas import LoadLoraRequest, PinLoraRequest, UnloadLoraRequest
 
 logger = logging.getLogger(__name__)
@@ -38,9 +44,11 @@ async def load_lora_adapter(request: Request) -> Response:
     except AdapterExistsError as error:
         raise _already_loaded(name) from error
     except (OSError, ValueError) as error:
-        logger.warning("refused to load adapter '%s' from %s: %s", name, printable(path), printable(error))
+        logger.warning(
+            "refused to load adapter '%s' from %s: %s", name, printable(path, 500), printable(error, 500)
+        )
         raise _refused(body.lora_path, error) from error
-    logger.info("loaded adapter '%s' (generation %d) from %s", name, info.generation, printable(path))
+    logger.info("loaded adapter '%s' (generation %d) from %s", name, info.generation, printable(path, 500))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

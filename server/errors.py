@@ -15,7 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from slora_jax.errors import AdapterError, AdapterExistsError, LimitExceededError, UnknownAdapterError
+from slora_jax.errors import (
+    AdapterError,
+    AdapterExistsError,
+    LimitExceededError,
+    UnknownAdapterError,
+    printable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -121,13 +127,6 @@ def _invalid_field(error: ValidationError) -> ApiError:
     field = "".join(parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     return bad_request(f"{field}: {message}" if field else message, str(first["loc"][0]) if field else None)
-
-
-def printable(text: object, limit: int = 500) -> str:
-    """What a client sent, for logs and answers: one line, control characters escaped, cut at `limit`."""
-    given = str(text)
-    shown = given if len(given) <= limit else f"{given[:limit]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
 def _text(error: Exception) -> str:

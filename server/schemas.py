@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from slora_jax.errors import printable
 from slora_jax.request import MAX_PRIORITY, MAX_TENANT_CHARACTERS
 from slora_jax.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -32,7 +33,7 @@ from slora_jax.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from slora_jax.server.errors import ApiError, bad_request, printable
+from slora_jax.server.errors import ApiError, bad_request
 
 logger = logging.getLogger(__name__)
 

@@ -39,6 +39,15 @@ def reason_without_path(error: BaseException) -> str:
             return f"{type(error).__name__}; the log has the reason"
 
 
+def printable(text: object, limit: int | None = None) -> str:
+    """What files are called, or a client sent, for terminals, logs and answers: one line, cut at `limit`
+    characters, with what a terminal might obey, and what no encoding has, as Python escapes it.
+    """
+    given = str(text)
+    shown = given if limit is None or len(given) <= limit else f"{given[:limit]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
 class AdapterExistsError(ValueError):
     """An adapter of this name is registered already; unload it first or load with `replace=True`."""
 

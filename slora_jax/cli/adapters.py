@@ -16,9 +16,10 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from slora_jax.cli.errors import printable, reading_input
+from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags
 from slora_jax.config import EngineConfig
+from slora_jax.errors import printable
 
 _FIELDS = (  # of EngineConfig, that decide what an adapter takes or whether it is refused
     "dtype",

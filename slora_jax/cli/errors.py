@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from slora_jax.errors import UnknownAdapterError
+from slora_jax.errors import UnknownAdapterError, printable
 
 
 class InputError(Exception):
@@ -21,11 +21,3 @@ def reading_input() -> Iterator[None]:
         message = " ".join(str(error).split())
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         raise InputError(printable(message + notes)) from error
-
-
-def printable(text: str) -> str:
-    """`text` with what a terminal might obey, and what no encoding has, as Python escapes it.
-
-    Names of files are whoever made them's choice, and may be any bytes.
-    """
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slora_jax.errors import AdapterError, reason_without_path
+from slora_jax.errors import AdapterError, printable, reason_without_path
 from slora_jax.lora.packing import AdapterShape, PackedAdapter
 from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.store import Adapter, AdapterStore
@@ -264,7 +264,7 @@ class AdapterLoader:
         if not host.make_room(adapter.host_bytes) and (host.held or host.promised):
             self._host_full_in = host.turn
             return
-        what = f"the read of adapter '{adapter.name}' from {stamp.folder}"
+        what = f"the read of adapter '{adapter.name}' from {printable(stamp.folder)}"
         future = self._readers.submit(what, _read_again, self._read, adapter.name, stamp, adapter.shape)
         adapter.state = "reading"
         self._misses += 1
@@ -348,7 +348,7 @@ class AdapterLoader:
         logger.warning(
             "adapter '%s' could not be loaded: %s",
             adapter.name,
-            error if known else f"{type(error).__name__}: {error}",
+            printable(error if known else f"{type(error).__name__}: {error}"),
             exc_info=None if known else error,
         )
         adapter.waited_since = None

@@ -153,7 +153,6 @@ class AdapterTransfer:
 
     def _compile(self, pages: int) -> Any:
         def write(pool: jax.Array, ids: jax.Array, piece: jax.Array) -> jax.Array:
-            # On an H200 at 2.9 TB/s for 16 pages of 8 MB; a chain of dynamic_update_slice reached 1.2.
             return pool.at[:, ids].set(piece, mode="drop", unique_indices=True)
 
         spec, repeated = self._pool_spec, PartitionSpec()

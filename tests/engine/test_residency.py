@@ -614,3 +614,15 @@ def test_pages_given_as_numpy_share_one_host_copy() -> None:
     assert a.host is b.host
     assert a.host is not None
     assert np.shares_memory(np.asarray(a.host.pieces[0]), made.packed.pages)
+
+
+def test_what_a_failed_load_logs_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A client chose the path, and could forge lines of the log with it."""
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    path = bench.register("bad", 7, path="/disk/7\nERROR all is lost \x1b[31m")
+    del bench.disk.folders[path]
+    bench.engine.add_request([1, 2], "bad", GREEDY)
+    bench.run()
+    told = [r.getMessage() for r in caplog.records if "could not be loaded" in r.getMessage()]
+    assert len(told) == 1
+    assert told[0].isprintable()

@@ -34,12 +34,12 @@ from slora_jax.pallas_kernels.mosaic_lora_item import (
     steps_of_part,
     sum_parts,
 )
+from slora_jax.pallas_kernels.mosaic_lora_rows import add_row
 from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
-RING_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
 FEW = SLOTS // 2  # blocks up to which an item counts as small
 WARPS = 4  # of a warpgroup
-# The bytes of OPERAND, but rows can be copied one by one.
+# The bytes of OPERAND, one row after another.
 ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
@@ -64,7 +64,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
         # wgmma reads 64 rows of a chunk: those past the item's blocks belong to the next, and meet zeros of
         # h.
         rows = RANK_BLOCK * item.blocks if config.pack else RANKS
-        held = 1 + lax.div(RING_ROWS - RANKS, jnp.maximum(rows, RANK_BLOCK))  # chunks in the ring
+        held = 1 + lax.div(config.ring - RANKS, jnp.maximum(rows, RANK_BLOCK))  # chunks in the ring
         stages = jnp.minimum(config.stages, held)
         no_steps = part * 0
         shrinks = no_steps if phase == "expand" else steps_of_part(config.a_chunks, part, split)
@@ -94,7 +94,8 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
         def produce() -> None:
             if phase != "shrink":
                 # What no copy fills must be finite: wgmma multiplies it with zeros.
-                pl.when((item.blocks < SLOTS) | may_start_empty(config, phase))(lambda: clear_stages(w_s))
+                stale = (item.blocks < SLOTS) | may_start_empty(config, phase)
+                pl.when(stale & (item.count >= config.whole_window))(lambda: clear_stages(w_s))
                 plgpu.commit_smem()
             plgpu.warp_map(produce_steps)
 
@@ -161,21 +162,15 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
                 # The last chunk of this buffer of d_s has left it.
                 plgpu.wait_smem_to_gmem(config.deltas - 1, wait_read_only=True)
                 buffer = pieces * tokens * lax.rem(i, config.deltas)
-                at_once = item.count >= config.whole_window
-                pl.when(at_once)(lambda: store(deltas, buffer, masked=True))
-                pl.when(jnp.logical_not(at_once))(lambda: store(deltas, buffer, masked=False))
+                for c, delta in enumerate(deltas):
+                    delta = jnp.where(own, delta, 0.0)  # an adapter's NaNs stay with its tokens
+                    d_s.at[pl.ds(buffer + tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 if config.interpret is None:  # whose warps could not add as `add_to_memory` does
                     plgpu.warp_map(lambda warp: add_modules(k, buffer, [warp], warp < pieces))
                 else:
                     add_modules(k, buffer, range(pieces), True)
                 plgpu.commit_smem_to_gmem_group()
-
-            def store(deltas: list[jax.Array], buffer: jax.Array, *, masked: bool) -> None:
-                for c, delta in enumerate(deltas):
-                    if masked:  # an adapter's NaNs stay with its tokens
-                        delta = jnp.where(own, delta, 0.0)
-                    d_s.at[pl.ds(buffer + tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
 
             def add_modules(
                 k: jax.Array, buffer: jax.Array, parts: Sequence[jax.Array | int], some: jax.Array | bool
@@ -184,34 +179,40 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
 
                     @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]) & some)
                     def _(m: int = m) -> None:
-                        add(m, k, buffer, parts)
+                        for c in parts:
+                            column = config.columns[m] + k * width + SWIZZLE * c
+                            source = d_s.at[pl.ds(buffer + tokens * c + WINDOW * m, WINDOW)]
+                            target = y.at[pl.ds(item.row, WINDOW), pl.ds(column, SWIZZLE)]
+                            add_to_memory(source, target, config)
 
-            def add(m: int, k: jax.Array, buffer: jax.Array, parts: Sequence[jax.Array | int]) -> None:
-                @pl.when(item.count < config.whole_window)
-                def _() -> None:
-                    def add_token(n: jax.Array, _: None) -> None:
-                        add_rows(m, k, buffer, parts, item.token(n), 1)
+            def few_tokens_step(i: jax.Array, stage: jax.Array) -> None:
+                k = part + split * (i - shrinks)
+                wait_until_full(stage)
+                for m in range(n_modules):
 
-                    lax.fori_loop(0, item.count, add_token, None)
+                    @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]))
+                    def _(m: int = m) -> None:
+                        def add_token(n: jax.Array, _: None) -> None:
+                            t = item.token(n)
+                            add_row(
+                                chunk_rows(stage),
+                                h_s,
+                                y,
+                                first=jnp.asarray(item.start(m), jnp.int32),
+                                end=item.ends[m],
+                                h_row=WINDOW * m + t,
+                                row=item.row + t,
+                                column=config.columns[m] + k * width,
+                                interpreted=config.interpret is not None,
+                            )
 
-                @pl.when(item.count >= config.whole_window)
-                def _() -> None:
-                    add_rows(m, k, buffer, parts, 0, WINDOW)  # zeros where the tokens are another item's
+                        lax.fori_loop(0, item.count, add_token, None)
 
-            def add_rows(
-                m: int,
-                k: jax.Array,
-                buffer: jax.Array,
-                parts: Sequence[jax.Array | int],
-                t: jax.Array | int,
-                count: int,
-            ) -> None:
-                for c in parts:
-                    column = config.columns[m] + k * width + SWIZZLE * c
-                    source = d_s.at[pl.ds(buffer + tokens * c + WINDOW * m + t, count)]
-                    add_to_memory(source, y.at[pl.ds(item.row + t, count), pl.ds(column, SWIZZLE)], config)
+                plgpu.barrier_arrive(free.at[stage])
 
-            loop(shrinks, total, step)
+            by_rows = item.count < config.whole_window
+            pl.when(by_rows)(lambda: loop(shrinks, total, few_tokens_step))
+            pl.when(jnp.logical_not(by_rows))(lambda: loop(shrinks, total, step))
             plgpu.wait_smem_to_gmem(0)
 
         def consume() -> None:
@@ -228,7 +229,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
 
     bf16, reads_x = jnp.bfloat16, phase != "expand"
     scratch = {
-        "w_s": plgpu.SMEM((RING_ROWS, width), bf16, transforms=OPERAND),
+        "w_s": plgpu.SMEM((config.ring, width), bf16, transforms=OPERAND),
         "full_s": plgpu.Barrier(num_arrivals=SLOTS + reads_x, num_barriers=config.stages),
         "few_full_s": plgpu.Barrier(num_arrivals=FEW + reads_x, num_barriers=config.stages),
         "free_s": plgpu.Barrier(num_barriers=config.stages),

@@ -37,6 +37,7 @@ from slora_jax.pallas_kernels.mosaic_lora_item import (
 from slora_jax.pallas_kernels.mosaic_lora_rows import add_row
 from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
+RING_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
 FEW = SLOTS // 2  # blocks up to which an item counts as small
 WARPS = 4  # of a warpgroup
 # The bytes of OPERAND, one row after another.
@@ -64,7 +65,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
         # wgmma reads 64 rows of a chunk: those past the item's blocks belong to the next, and meet zeros of
         # h.
         rows = RANK_BLOCK * item.blocks if config.pack else RANKS
-        held = 1 + lax.div(config.ring - RANKS, jnp.maximum(rows, RANK_BLOCK))  # chunks in the ring
+        held = 1 + lax.div(RING_ROWS - RANKS, jnp.maximum(rows, RANK_BLOCK))  # chunks in the ring
         stages = jnp.minimum(config.stages, held)
         no_steps = part * 0
         shrinks = no_steps if phase == "expand" else steps_of_part(config.a_chunks, part, split)
@@ -229,7 +230,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
 
     bf16, reads_x = jnp.bfloat16, phase != "expand"
     scratch = {
-        "w_s": plgpu.SMEM((config.ring, width), bf16, transforms=OPERAND),
+        "w_s": plgpu.SMEM((RING_ROWS, width), bf16, transforms=OPERAND),
         "full_s": plgpu.Barrier(num_arrivals=SLOTS + reads_x, num_barriers=config.stages),
         "few_full_s": plgpu.Barrier(num_arrivals=FEW + reads_x, num_barriers=config.stages),
         "free_s": plgpu.Barrier(num_barriers=config.stages),

@@ -37,7 +37,6 @@ class LoraConfig:
     pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
     # Of decode items:
-    ring: int = 2 * RANKS  # rank rows of the ring of stages: with so many, two thread blocks fit an SM
     deltas: int = 2  # buffers of products on their way to y
     whole_window: int = 3  # tokens from which an item expands its window with wgmma instead of row by row
 

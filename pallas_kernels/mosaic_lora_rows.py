@@ -3,7 +3,8 @@
 wgmma computes a window of 8 tokens, and its products reach y through shared memory and TMA. For one token
 that is eight times the products and a chain of some hundred cycles a step; here each thread has two columns
 of a chunk, adds up a module's rank rows in float32, and adds the sum to y in memory (`red`), which nobody
-waits for.
+waits for. Pallas's interpreter has neither threads nor atomics and runs a plain form of the same sums; on the
+chip tests/kernels/test_on_gpu.py compares.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from slora_jax.pallas_kernels.mosaic_lora_item import OPERAND, SWIZZLE
 from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 Ref = Any  # of Pallas; untyped there
-_TILE_BYTES = 1024  # of OPERAND's (8, 64) tiles of bfloat16: 8 rows of 128 bytes, whose 16-byte units are
-# permuted: unit u of row r lies at u ^ r.
+_TILE_BYTES = 1024  # of OPERAND's (8, 64) tiles of bfloat16; unit u of 16 bytes of row r lies at u ^ r
 
 
 def add_row(
@@ -52,7 +52,7 @@ def add_row(
     inline: Any = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(OPERAND), plgpu.RefType(OPERAND), plgpu.RefType(), *[scalar] * 5)
     )
-    rows, columns = y.shape
+    columns = y.shape[1]
     pieces = weights.shape[1] // SWIZZLE
 
     def emit(_: Any, weights: Any, h: Any, y: Any, *scalars: Any) -> None:
@@ -98,7 +98,8 @@ def _sums(
         return [low, high]
 
     zeros = [mgpu.utils.c(0.0, f32)] * 2
-    return mgpu.utils.fori(arith.subi(end, first), zeros)(block).results
+    sums: list[Any] = mgpu.utils.fori(arith.subi(end, first), zeros)(block).results
+    return sums
 
 
 def _i32(n: int) -> Any:
@@ -132,13 +133,14 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
 def _add_row_plainly(
     weights: Ref, h: Ref, y: Ref, first: jax.Array, end: jax.Array, h_row: jax.Array, row: Any, column: Any
 ) -> None:
-    """The same for the interpreter, which has neither threads nor atomics."""
+    """The same for the interpreter."""
     width = weights.shape[1]
 
     def block(i: jax.Array, total: jax.Array) -> jax.Array:
         ranks = pl.ds(i * RANK_BLOCK, RANK_BLOCK)
         products = h[h_row, ranks].astype(jnp.float32)[:, None] * weights[ranks].astype(jnp.float32)
-        return total + products.sum(axis=0)
+        added: jax.Array = total + products.sum(axis=0)
+        return added
 
     total = lax.fori_loop(first, end, block, jnp.zeros(width, jnp.float32))
     at = y.at[row, pl.ds(column, width)]

@@ -14,7 +14,6 @@ same is made again. Results are appended to benchmarks/results/engine.jsonl.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import functools
 import gc
@@ -22,7 +21,6 @@ import glob
 import itertools
 import json
 import re
-import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -297,7 +295,7 @@ def mixed(args: argparse.Namespace) -> None:
             jax.profiler.start_trace(trace)
             run(4, prompt_tokens)
             jax.profiler.stop_trace()
-            profile = read_profile(trace, 4)
+            profile = read_profile(trace, 4, milliseconds)
         case = {"model": args.model, "decodes": 240, "context": args.context, "prompt_tokens": prompt_tokens}
         case |= {"distinct": args.distinct, "ranks": args.ranks} if names else {}
         extra = {"tokens_of_last_step": computed, **profile, "backend": runner.backend.name}
@@ -333,7 +331,7 @@ def measure_decode(
         jax.profiler.start_trace(trace)
         run(PROFILED)
         jax.profiler.stop_trace()
-        profile = read_profile(trace, PROFILED)
+        profile = read_profile(trace, PROFILED, milliseconds)
     params = sum(leaf.nbytes for leaf in runner.parameters())
     kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
     adapters = (
@@ -381,11 +379,11 @@ def counting_late_launches(engine: Engine) -> Iterator[list[float]]:
     engine._runner.launch = launch  # type: ignore[method-assign]
 
 
-def read_profile(folder: str, steps: int) -> dict[str, Any]:
-    """Share of a traced step that the GPU idles, and the shares of its busy time by kind of kernel.
+def read_profile(folder: str, steps: int, milliseconds: float) -> dict[str, Any]:
+    """Share of a step that the GPU idles, and the shares of its busy time by kind of kernel.
 
-    `idle_share` is the median step's, from its first kernel to the next step's: the profiler itself holds the
-    host up for milliseconds in some.
+    `idle_share` is of a step of so many milliseconds as timed without the profiler, which holds the host up:
+    what the traced steps' kernels do not fill of it, between steps or between kernels.
     """
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     spans: list[tuple[float, float, str]] = []
@@ -410,28 +408,12 @@ def read_profile(folder: str, steps: int) -> dict[str, Any]:
         top[name] = top.get(name, 0.0) + (stop - start) / (steps * 1e6)
     largest = dict(sorted(((n[:60], round(v, 3)) for n, v in top.items()), key=lambda p: -p[1])[:12])
     return {
-        "idle_share": median_idle_share(spans, steps),
+        "idle_share": round(max(0.0, 1 - busy / steps / 1e6 / milliseconds), 4),
         "busy_ms": round(busy / steps / 1e6, 3),
         "longest_gaps_us": gaps(spans),
         "shares": shares,
         "kernels_ms": largest,
     }
-
-
-def median_idle_share(spans: list[tuple[float, float, str]], steps: int) -> float | None:
-    """Of the steps that the first kernel to run once a step delimits; None where no kernel does."""
-    counts = collections.Counter(name for _, _, name in spans)
-    first = next((name for _, _, name in spans if counts[name] == steps), None)
-    borders = [start for start, _, name in spans if name == first]
-    shares = []
-    for begin, end in itertools.pairwise(borders):
-        busy, at = 0.0, begin
-        for start, stop, _ in spans:
-            if stop > at and start < end:
-                busy += min(stop, end) - max(start, at)
-                at = max(at, min(stop, end))
-        shares.append(1 - busy / (end - begin))
-    return round(statistics.median(shares), 4) if shares else None
 
 
 def gaps(spans: list[tuple[float, float, str]]) -> list[float]:

@@ -31,7 +31,7 @@ from slora_jax.workers import DaemonWorkers
 logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads
-_STEP_SHARE = 0.75  # of the time of a step, for which copies may keep the link to the device
+_STEP_SHARE = 0.9  # of the time of a step, for which copies may keep the link to the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,8 @@ class AdapterLoader:
     """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
 
     `staging_bytes` bounds the device memory of copies that are not written yet; a larger adapter goes alone.
-    Copies share their queue with the input of the next step, which comes behind them and is launched a step
-    ahead: while steps run, of `step_seconds` each (None: none runs), no more are begun than are done in time.
+    Copies share their queue with the steps' inputs. They are begun once a step is launched, and while steps
+    run, of `step_seconds` each (None: none runs), only as many as are done before the next one's input comes.
     `measured(pages, seconds)` is told what each copy took.
     """
 

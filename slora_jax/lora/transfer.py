@@ -1,9 +1,8 @@
 """How an adapter's pages come from host memory into the pool.
 
-An adapter is copied in *pieces* whose page counts are powers of two (its page count's binary digits), so that
-a handful of compiled writes serve every size, and nothing is padded. On an accelerator pieces lie in pinned
-host memory: their copy to the device is a DMA, which the host and running steps do not wait for. On a CPU
-pieces are views of the packed pages, and the write is the only copy.
+On an accelerator an adapter lies in pinned host memory as one array: its copy to the device is one DMA, which
+the host and running steps do not wait for, and its write one scatter, compiled once for each number of pages
+that adapters have. On a CPU it is the packed pages themselves, and the write is the only copy.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 logger = logging.getLogger(__name__)
 
-LARGEST_PIECE = 64  # pages
 _MEASURED_BYTES = 64 << 20
 PINNED_HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED_HOST = "pinned_host"
@@ -31,34 +29,32 @@ _PINNED_HOST = "pinned_host"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostCopy:
-    """An adapter in host memory; `pieces` are dtype[n_layers, k, tp * page_elems], k a power of two."""
+    """An adapter in host memory: dtype[n_layers, k, tp * page_elems]."""
 
-    pieces: tuple[np.ndarray | jax.Array, ...]
+    pages: np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedCopy:
-    """An adapter on its way to the device, and the pages i32[k] that each of its pieces is for."""
+    """An adapter on its way to the device, and the pages i32[k] of the pool that it is for."""
 
-    pieces: tuple[np.ndarray | jax.Array, ...]
-    ids: tuple[np.ndarray | jax.Array, ...]
+    pages: np.ndarray | jax.Array
+    ids: np.ndarray
 
     def is_ready(self) -> bool:
         """Whether the copy is done, rightly or not."""
-        arrays: list[Any] = [a for a in (*self.pieces, *self.ids) if isinstance(a, jax.Array)]
-        return all(a.is_ready() for a in arrays)
+        return not isinstance(self.pages, jax.Array) or self.pages.is_ready()  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Wait for the copy; raises the device's error where it failed."""
-        for piece in (*self.pieces, *self.ids):
-            if isinstance(piece, jax.Array):
-                piece.block_until_ready()
+        if isinstance(self.pages, jax.Array):
+            self.pages.block_until_ready()
 
 
 class AdapterTransfer:
     """Copies adapters towards one pool. `host_copy` may be called in any thread, the rest in the owner's.
 
-    `pool` is dtype[n_layers, n_pages, tp * page_elems], split by `pool_spec`; `staged` says whether pieces
+    `pool` is dtype[n_layers, n_pages, tp * page_elems], split by `pool_spec`; `staged` says whether adapters
     are copied to the device before they are written (None: on any platform but the CPU). `bytes_per_s` is
     how fast such copies were measured at the start (None: there are none).
     """
@@ -79,7 +75,7 @@ class AdapterTransfer:
             logger.warning(
                 "%s has no pinned host memory: adapters are loaded at pageable speed", device.platform
             )
-        self._writers: dict[int, Any] = {}  # pages of a piece -> compiled write
+        self._writers: dict[int, Any] = {}  # number of pages -> compiled write
         self._compiling = threading.Lock()
         self.bytes_per_s = self._measure() if self.stages else None
 
@@ -108,41 +104,30 @@ class AdapterTransfer:
         return int(os.environ.get(PINNED_HOST_LIMIT_VARIABLE, "64")) << 30
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
-        """Pages dtype[n_layers, n, tp * page_elems] in the form they are copied from, and their writes
+        """Pages dtype[n_layers, k, tp * page_elems] in the form they are copied from, and their write
         compiled.
 
         On a CPU it shares the memory of `pages`.
         """
-        pieces = [pages[:, start:stop] for start, stop in _pieces(pages.shape[1])]
-        for piece in pieces:
-            self._writer(piece.shape[1])
+        self._writer(pages.shape[1])
         if self._pinned_host is None:
-            return HostCopy(tuple(pieces))
-        moved = jax.device_put([np.ascontiguousarray(piece) for piece in pieces], self._pinned_host)
-        return HostCopy(tuple(jax.block_until_ready(moved)))
+            return HostCopy(pages)
+        return HostCopy(jax.block_until_ready(jax.device_put(np.ascontiguousarray(pages), self._pinned_host)))
 
     def stage(self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]) -> list[StagedCopy]:
         """Begin to copy adapters, which are to be written to `pages`, in one transfer; returns at once."""
-        ids = [
-            tuple(np.asarray(own[start:stop], np.int32) for start, stop in _pieces(len(own))) for own in pages
-        ]
-        if not self.stages:
-            return [StagedCopy(copy.pieces, own) for copy, own in zip(copies, ids, strict=True)]
-        arrays = jax.device_put(
-            [[list(copy.pieces), list(own)] for copy, own in zip(copies, ids, strict=True)],
-            [[[self._device] * len(own), [self._repeated] * len(own)] for own in ids],
-        )
-        return [StagedCopy(tuple(pieces), tuple(own)) for pieces, own in arrays]
+        arrays = [copy.pages for copy in copies]
+        if self.stages:
+            arrays = jax.device_put(arrays, [self._device] * len(arrays))
+        return [StagedCopy(a, np.asarray(own, np.int32)) for a, own in zip(arrays, pages, strict=True)]
 
     def write(self, pool: jax.Array, staged: StagedCopy) -> jax.Array:
         """Write a copy into the pool, which is donated, after the steps launched; returns the new pool."""
-        for piece, ids in zip(staged.pieces, staged.ids, strict=True):
-            pool = self._writer(ids.shape[0])(
-                pool,
-                ids if isinstance(ids, jax.Array) else jax.device_put(ids, self._repeated),
-                piece if isinstance(piece, jax.Array) else jax.device_put(piece, self._device),
-            )
-        return pool
+        ids, pages = jax.device_put(staged.ids, self._repeated), staged.pages
+        if not isinstance(pages, jax.Array):
+            pages = jax.device_put(pages, self._device)
+        written: jax.Array = self._writer(len(staged.ids))(pool, ids, pages)
+        return written
 
     def _writer(self, pages: int) -> Any:
         if pages not in self._writers:  # the owner, who needs it last, does not wait for others' compilations
@@ -152,8 +137,8 @@ class AdapterTransfer:
         return self._writers[pages]
 
     def _compile(self, pages: int) -> Any:
-        def write(pool: jax.Array, ids: jax.Array, piece: jax.Array) -> jax.Array:
-            return pool.at[:, ids].set(piece, mode="drop", unique_indices=True)
+        def write(pool: jax.Array, ids: jax.Array, adapter: jax.Array) -> jax.Array:
+            return pool.at[:, ids].set(adapter, mode="drop", unique_indices=True)
 
         spec, repeated = self._pool_spec, PartitionSpec()
         mapped = jax.shard_map(
@@ -169,14 +154,3 @@ class AdapterTransfer:
             )
             .compile()
         )
-
-
-def _pieces(pages: int) -> Iterator[tuple[int, int]]:
-    """Where pieces begin and end: as many of the largest as fit, then falling powers of two."""
-    start, size = 0, LARGEST_PIECE
-    while start < pages:
-        if start + size <= pages:
-            yield start, start + size
-            start += size
-        else:
-            size //= 2

@@ -171,9 +171,9 @@ class VirtualServer:
     def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
         return [StagedCopy(np.empty(0), np.asarray(ids)) for ids in pages]
 
-    def write_adapter(self, staged: StagedCopy) -> None:
-        self.loads += 1
-        self._loaded_pages += len(staged.ids)
+    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
+        self.loads += len(staged)
+        self._loaded_pages += sum(len(copy.ids) for copy in staged)
 
     @staticmethod
     def _request(arrival: Arrival, request_id: str) -> Request:

@@ -1,18 +1,20 @@
 """How an adapter's pages come from host memory into the pool.
 
 On an accelerator an adapter lies in pinned host memory as one array: its copy to the device is one DMA, which
-the host and running steps do not wait for, and its write one scatter, compiled once for each number of pages
-that adapters have. On a CPU it is the packed pages themselves, and the write is the only copy.
+the host and running steps do not wait for, and its write one scatter. Adapters of as many pages that arrive
+together are written up to eight at a call, which costs the host as much as one alone. On a CPU an adapter is
+the packed pages themselves, and the write is the only copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from slora_jax.workers import DaemonWorkers
+
 logger = logging.getLogger(__name__)
 
 _MEASURED_BYTES = 64 << 20
+_TOGETHER = (8, 4, 2)  # adapters that are written at one call
 PINNED_HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED_HOST = "pinned_host"
 
@@ -75,8 +80,9 @@ class AdapterTransfer:
             logger.warning(
                 "%s has no pinned host memory: adapters are loaded at pageable speed", device.platform
             )
-        self._writers: dict[int, Any] = {}  # number of pages -> compiled write
+        self._writers: dict[tuple[int, int], Any] = {}  # pages of each, adapters -> compiled write
         self._compiling = threading.Lock()
+        self._ahead = DaemonWorkers(1, "adapter-write-compiler")
         self.bytes_per_s = self._measure() if self.stages else None
 
     def _measure(self) -> float:
@@ -105,11 +111,15 @@ class AdapterTransfer:
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         """Pages dtype[n_layers, k, tp * page_elems] in the form they are copied from, and their write
-        compiled.
+        compiled, alone; beside others it is soon.
 
         On a CPU it shares the memory of `pages`.
         """
-        self._writer(pages.shape[1])
+        size = pages.shape[1]
+        if (size, 1) not in self._writers:
+            self._writer(size, 1)
+            if self.stages:
+                self._ahead.submit(f"compiling writes of {size} pages", self._compile_together, size)
         if self._pinned_host is None:
             return HostCopy(pages)
         return HostCopy(jax.block_until_ready(jax.device_put(np.ascontiguousarray(pages), self._pinned_host)))
@@ -121,36 +131,52 @@ class AdapterTransfer:
             arrays = jax.device_put(arrays, [self._device] * len(arrays))
         return [StagedCopy(a, np.asarray(own, np.int32)) for a, own in zip(arrays, pages, strict=True)]
 
-    def write(self, pool: jax.Array, staged: StagedCopy) -> jax.Array:
-        """Write a copy into the pool, which is donated, after the steps launched; returns the new pool."""
-        ids, pages = jax.device_put(staged.ids, self._repeated), staged.pages
-        if not isinstance(pages, jax.Array):
-            pages = jax.device_put(pages, self._device)
-        written: jax.Array = self._writer(len(staged.ids))(pool, ids, pages)
+    def groups(self, staged: Sequence[StagedCopy]) -> Iterator[list[StagedCopy]]:
+        """The copies in groups that `write` takes."""
+        for size, same in itertools.groupby(sorted(staged, key=_size), _size):
+            left = list(same)
+            while left:
+                fit = (n for n in _TOGETHER if n <= len(left) and (size, n) in self._writers)
+                n = next(fit, 1)
+                yield left[:n]
+                left = left[n:]
+
+    def write(self, pool: jax.Array, group: Sequence[StagedCopy]) -> jax.Array:
+        """Write a group into the pool, which is donated, after the steps launched; returns the new pool."""
+        ids = jax.device_put(np.stack([copy.ids for copy in group]), self._repeated)
+        pages = [
+            copy.pages if isinstance(copy.pages, jax.Array) else jax.device_put(copy.pages, self._device)
+            for copy in group
+        ]
+        written: jax.Array = self._writer(_size(group[0]), len(group))(pool, ids, *pages)
         return written
 
-    def _writer(self, pages: int) -> Any:
-        if pages not in self._writers:  # the owner, who needs it last, does not wait for others' compilations
-            with self._compiling:
-                if pages not in self._writers:
-                    self._writers[pages] = self._compile(pages)
-        return self._writers[pages]
+    def _compile_together(self, size: int) -> None:
+        for n in _TOGETHER:
+            self._writer(size, n)
 
-    def _compile(self, pages: int) -> Any:
-        def write(pool: jax.Array, ids: jax.Array, adapter: jax.Array) -> jax.Array:
-            return pool.at[:, ids].set(adapter, mode="drop", unique_indices=True)
+    def _writer(self, size: int, n: int) -> Any:
+        if (size, n) not in self._writers:  # whoever has it does not wait for others' compilations
+            with self._compiling:
+                if (size, n) not in self._writers:
+                    self._writers[size, n] = self._compile(size, n)
+        return self._writers[size, n]
+
+    def _compile(self, size: int, n: int) -> Any:
+        def write(pool: jax.Array, ids: jax.Array, *adapters: jax.Array) -> jax.Array:
+            for own, pages in zip(ids, adapters, strict=True):
+                pool = pool.at[:, own].set(pages, mode="drop", unique_indices=True)
+            return pool
 
         spec, repeated = self._pool_spec, PartitionSpec()
         mapped = jax.shard_map(
-            write, mesh=self._mesh, in_specs=(spec, repeated, spec), out_specs=spec, check_vma=False
+            write, mesh=self._mesh, in_specs=(spec, repeated, *[spec] * n), out_specs=spec, check_vma=False
         )
-        shape = (self._pool.shape[0], pages, self._pool.shape[2])
-        return (
-            jax.jit(mapped, donate_argnums=0)
-            .lower(
-                self._pool,
-                jax.ShapeDtypeStruct((pages,), jnp.int32, sharding=self._repeated),
-                jax.ShapeDtypeStruct(shape, self._pool.dtype, sharding=self._device),
-            )
-            .compile()
-        )
+        shape = (self._pool.shape[0], size, self._pool.shape[2])
+        adapter = jax.ShapeDtypeStruct(shape, self._pool.dtype, sharding=self._device)
+        ids = jax.ShapeDtypeStruct((n, size), jnp.int32, sharding=self._repeated)
+        return jax.jit(mapped, donate_argnums=0).lower(self._pool, ids, *[adapter] * n).compile()
+
+
+def _size(copy: StagedCopy) -> int:
+    return len(copy.ids)

@@ -99,11 +99,12 @@ class SimulatedRunner:
     def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
         return [StagedCopy(copy.pages, np.asarray(ids)) for copy, ids in zip(copies, pages, strict=True)]
 
-    def write_adapter(self, staged: StagedCopy) -> None:
-        pages, ids = np.asarray(staged.pages), staged.ids
-        assert pages.shape[1] == len(ids)
-        for i, page in enumerate(ids):
-            self._memory[page] = ("adapter", int(pages[0, i, 0]), i)
+    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
+        for copy in staged:
+            pages = np.asarray(copy.pages)
+            assert pages.shape[1] == len(copy.ids)
+            for i, page in enumerate(copy.ids):
+                self._memory[page] = ("adapter", int(pages[0, i, 0]), i)
 
     def launch(self, plan: StepPlan) -> SimulatedInFlight:
         assert plan.num_tokens <= self.max_step_tokens
@@ -213,6 +214,6 @@ class StagingRunner(SimulatedRunner):
             slow.append(SlowCopy(copy, self.looks(), error))
         return slow
 
-    def write_adapter(self, staged: StagedCopy) -> None:
+    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
         self.disk.fails("write")
-        super().write_adapter(staged)
+        super().write_adapters(staged)

@@ -38,27 +38,40 @@ def test_pages_come_to_their_places_and_others_stay(size: int, tp: int, staged: 
     assert copy.is_ready()
     want = np.asarray(pool).copy()
     want[:, ids] = pages
-    np.testing.assert_array_equal(np.asarray(transfer.write(pool, copy)), want)
+    np.testing.assert_array_equal(np.asarray(transfer.write(pool, [copy])), want)
 
 
-def test_several_adapters_travel_together() -> None:
-    transfer, pool = make_transfer(1, staged=True)
-    sizes, places = [3, 8, 5], [[1, 2, 3], list(range(20, 28)), [9, 7, 5, 100, 40]]
-    pages = [random_pages(n, 1, seed=n) for n in sizes]
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_several_adapters_travel_together(tp: int, compiled: bool) -> None:
+    """Those of one size at one call, where that is compiled already; else, and others, one by one."""
+    transfer, pool = make_transfer(tp, staged=True)
+    sizes = [3, 8, *[5] * 7, 3]
+    ids = np.random.default_rng(0).permutation(np.arange(1, PAGES))
+    places = [part.tolist() for part in np.split(ids, np.cumsum(sizes))[: len(sizes)]]
+    pages = [random_pages(n, tp, seed=i) for i, n in enumerate(sizes)]
+    copies = [transfer.host_copy(p) for p in pages]
+    if compiled:
+        transfer._compile_together(5)
     want = np.asarray(pool).copy()
-    for copy, ids, own in zip(
-        transfer.stage([transfer.host_copy(p) for p in pages], places), places, pages, strict=True
-    ):
-        pool = transfer.write(pool, copy)
-        want[:, ids] = own
+    calls = []
+    for group in transfer.groups(transfer.stage(copies, places)):
+        pool = transfer.write(pool, group)
+        calls.append((len(group[0].ids), len(group)))
+    for place, own in zip(places, pages, strict=True):
+        want[:, place] = own
     np.testing.assert_array_equal(np.asarray(pool), want)
+    assert sum(size * n for size, n in calls) == sum(sizes)
+    if compiled:
+        assert [n for size, n in calls if size == 5] == [4, 2, 1]
 
 
 def test_adapters_of_one_size_share_a_program_which_their_host_copy_compiles() -> None:
     transfer, _ = make_transfer(1, staged=True)
     for seed, size in enumerate((5, 70, 5)):
         transfer.host_copy(random_pages(size, 1, seed))
-    assert sorted(transfer._writers) == [5, 70]
+    assert {(5, 1), (70, 1)} <= transfer._writers.keys()
+    assert {size for size, _ in transfer._writers} == {5, 70}
 
 
 def test_where_pages_are_staged_the_host_copy_is_pinned_and_its_own() -> None:

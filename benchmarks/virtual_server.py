@@ -100,7 +100,7 @@ class VirtualServer:
     def register(self, name: str, num_pages: int) -> Adapter:
         """An adapter of so many pages."""
         shape = AdapterShape(_Sized(num_pages), 8, MODULES[:4])  # type: ignore[arg-type]
-        return self.store.register(name, f"/virtual/{name}", shape, num_pages, None, HostCopy(()))
+        return self.store.register(name, f"/virtual/{name}", shape, num_pages, None, HostCopy(np.empty(0)))
 
     def add(self, arrival: Arrival) -> Request:
         """Queue a request that arrived at `arrival.time`; raises LimitExceededError as an engine does."""
@@ -169,11 +169,11 @@ class VirtualServer:
     copy_bytes_per_s: float | None = None
 
     def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
-        return [StagedCopy((), (np.asarray(ids),)) for ids in pages]
+        return [StagedCopy(np.empty(0), np.asarray(ids)) for ids in pages]
 
-    def write_adapter(self, staged: StagedCopy) -> None:
-        self.loads += 1
-        self._loaded_pages += len(staged.ids[0])
+    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
+        self.loads += len(staged)
+        self._loaded_pages += sum(len(copy.ids) for copy in staged)
 
     @staticmethod
     def _request(arrival: Arrival, request_id: str) -> Request:

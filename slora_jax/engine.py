@@ -8,6 +8,7 @@ One thread owns an engine; only `prepare_adapter`, `under_way` and the tokenizer
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import os
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 _STAGING_BYTES = 64 << 20  # at least, where nobody chose
 _SHOWN = 8  # names in a message
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
+_PACED_STEPS = 32  # latest steps, whose shortest says how much may be loaded beside one
 
 
 class Engine:
@@ -95,6 +97,7 @@ class Engine:
         self._intake = self._new_intake()
         self._in_flight: InFlight | None = None
         self._step_end = time.perf_counter()
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=_PACED_STEPS)
         self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
         self._others: dict[str, list[StreamEvent]] = {}  # that `_run` met, for `step`; by request id
         self._counters = dict.fromkeys(
@@ -450,6 +453,7 @@ class Engine:
             self._planned = plan = self._schedule()
             compilations = self._runner.compilations
             launched = self._runner.launch(plan) if plan else None
+            self._loader.transfer()  # behind the step's input, and done before the next one's
             if self._runner.compilations > compilations:
                 self._scheduler.waiting.compiled()
             if self._in_flight is not None:
@@ -507,25 +511,28 @@ class Engine:
             self._loader.settle()
             self._fail_loads()
             plan = self._scheduler.schedule()
-            self._loader.transfer()
-            if not self._fail_loads() and self.config.adapter_prefetch:
+            if self.config.adapter_prefetch:
                 floor = int(self.config.prefetch_watermark * self._pool.usable_for("adapter"))
                 guess = self._loader.prefetch(self._pool.free_for("adapter") - floor)
                 if guess is not None:
                     self._scheduler.waiting.came_near(guess)
             left = until - time.monotonic()
             idle = self._in_flight is None and not self._undelivered and self._requests
-            if plan or not idle or left <= 0 or not self._loader.wait(left):
+            if plan or not idle or left <= 0:
+                return plan
+            self._loader.transfer()
+            if not self._fail_loads() and not self._loader.wait(left):
                 return plan
 
     def _pace(self, *, both: bool) -> None:
         """Tell the loader how long a step takes; `both`: one runs and the next is launched."""
         before, self._step_end = self._step_end, time.perf_counter()
-        seconds, known = self._step_end - before, self._loader.step_seconds
-        if not both:
-            self._loader.step_seconds = None
+        if both:
+            self._step_seconds.append(self._step_end - before)
         else:
-            self._loader.step_seconds = seconds if known is None else known + 0.1 * (seconds - known)
+            self._step_seconds.clear()
+        # The shortest: others may be long because of loads, and must not let in more of them.
+        self._loader.step_seconds = min(self._step_seconds, default=None)
 
     def _fail_loads(self) -> bool:
         """End the requests whose adapters could not be loaded; the next ones try again."""

@@ -170,9 +170,10 @@ class ModelRunner:
         """Begin to copy adapters to the device, for these pages each; returns at once."""
         return self._transfer.stage(copies, pages)
 
-    def write_adapter(self, staged: StagedCopy) -> None:
-        """Enqueue the write of a staged adapter into the pool, after the steps launched."""
-        self._pool = self._transfer.write(self._pool, staged)
+    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
+        """Enqueue the writes of staged adapters into the pool, after the steps launched."""
+        for group in self._transfer.groups(staged):
+            self._pool = self._transfer.write(self._pool, group)
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
         """Begin a slot's token counts with the tokens of a cached prefix, which no step computes for it."""

@@ -31,7 +31,7 @@ from slora_jax.workers import DaemonWorkers
 logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads
-_STEP_SHARE = 0.75  # of the time of a step, for which copies may keep the link to the device
+_STEP_SHARE = 0.9  # of the time of a step, for which copies may keep the link to the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class AdapterDevice(Protocol):
     def stage_adapters(
         self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]
     ) -> list[StagedCopy]: ...
-    def write_adapter(self, staged: StagedCopy) -> None: ...
+    def write_adapters(self, staged: Sequence[StagedCopy]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,8 @@ class AdapterLoader:
     """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
 
     `staging_bytes` bounds the device memory of copies that are not written yet; a larger adapter goes alone.
-    Copies share their queue with the input of the next step, which comes behind them and is launched a step
-    ahead: while steps run, of `step_seconds` each (None: none runs), no more are begun than are done in time.
+    Copies share their queue with the steps' inputs. They are begun once a step is launched, and while steps
+    run, of `step_seconds` each (None: none runs), only as many as are done before the next one's input comes.
     `measured(pages, seconds)` is told what each copy took.
     """
 
@@ -289,21 +289,28 @@ class AdapterLoader:
             self._fail(adapter, error)
 
     def _settle_copies(self) -> None:
+        come: list[_Transfer] = []
         under_way, self._transfers = self._transfers, []
-        while under_way:
-            entry = under_way.pop(0)
+        for entry in under_way:
             if entry.copy is None or (entry.valid and not entry.copy.is_ready()):
                 self._transfers.append(entry)
             elif entry.valid:
-                try:
-                    self._write(entry.adapter, entry.copy)
-                    if entry.adapter.resident:
-                        seconds = time.monotonic() - entry.since
-                        self._copy_seconds += seconds
-                        self._measured(entry.together, seconds)
-                except BaseException:
-                    self._transfers += under_way
-                    raise
+                come.append(entry)
+        try:
+            written = self._write(come)
+        except BaseException:
+            for entry in come:
+                self._store.withdraw(entry.adapter)
+            raise
+        for entry in written:
+            self._store.settle(entry.adapter)
+            self.loads += 1
+            now = time.monotonic()
+            self._copy_seconds += now - entry.since
+            self._measured(entry.together, now - entry.since)
+            if entry.adapter.waited_since is not None:
+                self._wait_seconds += now - entry.adapter.waited_since
+                entry.adapter.waited_since = None
 
     def _may_stage(self, nbytes: int) -> bool:
         under_way = sum(t.adapter.host_bytes for t in self._transfers)
@@ -325,21 +332,24 @@ class AdapterLoader:
             self.transfer()
             self._settle_copies()
 
-    def _write(self, adapter: Adapter, copy: StagedCopy) -> None:
+    def _write(self, come: Sequence[_Transfer]) -> list[_Transfer]:
+        """Write copies that have come; returns those that did not fail."""
+        right = list[_Transfer]()
+        for entry in come:
+            assert entry.copy is not None
+            try:
+                entry.copy.wait()  # done already; raises where it failed
+                right.append(entry)
+            except Exception as error:
+                self._fail(entry.adapter, error)
         try:
-            copy.wait()  # done already; raises where it failed
-            self._device.write_adapter(copy)
+            if right:
+                self._device.write_adapters([t.copy for t in right if t.copy is not None])
         except Exception as error:
-            self._fail(adapter, error)
-            return
-        except BaseException:
-            self._store.withdraw(adapter)
-            raise
-        self._store.settle(adapter)
-        self.loads += 1
-        if adapter.waited_since is not None:
-            self._wait_seconds += time.monotonic() - adapter.waited_since
-            adapter.waited_since = None
+            for entry in right:
+                self._fail(entry.adapter, error)
+            return []
+        return right
 
     def _fail(self, adapter: Adapter, error: BaseException) -> None:
         if adapter.state == "staged":

@@ -1,14 +1,15 @@
 """How an adapter's pages come from host memory into the pool.
 
-An adapter is copied in *pieces* whose page counts are powers of two (its page count's binary digits), so that
-a handful of compiled writes serve every size, and nothing is padded. On an accelerator pieces lie in pinned
-host memory: their copy to the device is a DMA, which the host and running steps do not wait for. On a CPU
-pieces are views of the packed pages, and the write is the only copy.
+On an accelerator an adapter lies in pinned host memory as one array: its copy to the device is one DMA, which
+the host and running steps do not wait for, and its write one scatter. Adapters of as many pages that arrive
+together are written up to eight at a call, which costs the host as much as one alone. On a CPU an adapter is
+the packed pages themselves, and the write is the only copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import threading
@@ -21,44 +22,44 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from slora_jax.workers import DaemonWorkers
+
 logger = logging.getLogger(__name__)
 
-LARGEST_PIECE = 64  # pages
 _MEASURED_BYTES = 64 << 20
+_TOGETHER = (8, 4, 2)  # adapters that are written at one call
 PINNED_HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED_HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostCopy:
-    """An adapter in host memory; `pieces` are dtype[n_layers, k, tp * page_elems], k a power of two."""
+    """An adapter in host memory: dtype[n_layers, k, tp * page_elems]."""
 
-    pieces: tuple[np.ndarray | jax.Array, ...]
+    pages: np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedCopy:
-    """An adapter on its way to the device, and the pages i32[k] that each of its pieces is for."""
+    """An adapter on its way to the device, and the pages i32[k] of the pool that it is for."""
 
-    pieces: tuple[np.ndarray | jax.Array, ...]
-    ids: tuple[np.ndarray | jax.Array, ...]
+    pages: np.ndarray | jax.Array
+    ids: np.ndarray
 
     def is_ready(self) -> bool:
         """Whether the copy is done, rightly or not."""
-        arrays: list[Any] = [a for a in (*self.pieces, *self.ids) if isinstance(a, jax.Array)]
-        return all(a.is_ready() for a in arrays)
+        return not isinstance(self.pages, jax.Array) or self.pages.is_ready()  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Wait for the copy; raises the device's error where it failed."""
-        for piece in (*self.pieces, *self.ids):
-            if isinstance(piece, jax.Array):
-                piece.block_until_ready()
+        if isinstance(self.pages, jax.Array):
+            self.pages.block_until_ready()
 
 
 class AdapterTransfer:
     """Copies adapters towards one pool. `host_copy` may be called in any thread, the rest in the owner's.
 
-    `pool` is dtype[n_layers, n_pages, tp * page_elems], split by `pool_spec`; `staged` says whether pieces
+    `pool` is dtype[n_layers, n_pages, tp * page_elems], split by `pool_spec`; `staged` says whether adapters
     are copied to the device before they are written (None: on any platform but the CPU). `bytes_per_s` is
     how fast such copies were measured at the start (None: there are none).
     """
@@ -79,8 +80,9 @@ class AdapterTransfer:
             logger.warning(
                 "%s has no pinned host memory: adapters are loaded at pageable speed", device.platform
             )
-        self._writers: dict[int, Any] = {}  # pages of a piece -> compiled write
+        self._writers: dict[tuple[int, int], Any] = {}  # pages of each, adapters -> compiled write
         self._compiling = threading.Lock()
+        self._ahead = DaemonWorkers(1, "adapter-write-compiler")
         self.bytes_per_s = self._measure() if self.stages else None
 
     def _measure(self) -> float:
@@ -108,75 +110,73 @@ class AdapterTransfer:
         return int(os.environ.get(PINNED_HOST_LIMIT_VARIABLE, "64")) << 30
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
-        """Pages dtype[n_layers, n, tp * page_elems] in the form they are copied from, and their writes
-        compiled.
+        """Pages dtype[n_layers, k, tp * page_elems] in the form they are copied from, and their write
+        compiled, alone; beside others it is soon.
 
         On a CPU it shares the memory of `pages`.
         """
-        pieces = [pages[:, start:stop] for start, stop in _pieces(pages.shape[1])]
-        for piece in pieces:
-            self._writer(piece.shape[1])
+        size = pages.shape[1]
+        if (size, 1) not in self._writers:
+            self._writer(size, 1)
+            if self.stages:
+                self._ahead.submit(f"compiling writes of {size} pages", self._compile_together, size)
         if self._pinned_host is None:
-            return HostCopy(tuple(pieces))
-        moved = jax.device_put([np.ascontiguousarray(piece) for piece in pieces], self._pinned_host)
-        return HostCopy(tuple(jax.block_until_ready(moved)))
+            return HostCopy(pages)
+        return HostCopy(jax.block_until_ready(jax.device_put(np.ascontiguousarray(pages), self._pinned_host)))
 
     def stage(self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]) -> list[StagedCopy]:
         """Begin to copy adapters, which are to be written to `pages`, in one transfer; returns at once."""
-        ids = [
-            tuple(np.asarray(own[start:stop], np.int32) for start, stop in _pieces(len(own))) for own in pages
+        arrays = [copy.pages for copy in copies]
+        if self.stages:
+            arrays = jax.device_put(arrays, [self._device] * len(arrays))
+        return [StagedCopy(a, np.asarray(own, np.int32)) for a, own in zip(arrays, pages, strict=True)]
+
+    def groups(self, staged: Sequence[StagedCopy]) -> Iterator[list[StagedCopy]]:
+        """The copies in groups that `write` takes."""
+        for size, same in itertools.groupby(sorted(staged, key=_size), _size):
+            left = list(same)
+            while left:
+                fit = (n for n in _TOGETHER if n <= len(left) and (size, n) in self._writers)
+                n = next(fit, 1)
+                yield left[:n]
+                left = left[n:]
+
+    def write(self, pool: jax.Array, group: Sequence[StagedCopy]) -> jax.Array:
+        """Write a group into the pool, which is donated, after the steps launched; returns the new pool."""
+        ids = jax.device_put(np.stack([copy.ids for copy in group]), self._repeated)
+        pages = [
+            copy.pages if isinstance(copy.pages, jax.Array) else jax.device_put(copy.pages, self._device)
+            for copy in group
         ]
-        if not self.stages:
-            return [StagedCopy(copy.pieces, own) for copy, own in zip(copies, ids, strict=True)]
-        arrays = jax.device_put(
-            [[list(copy.pieces), list(own)] for copy, own in zip(copies, ids, strict=True)],
-            [[[self._device] * len(own), [self._repeated] * len(own)] for own in ids],
-        )
-        return [StagedCopy(tuple(pieces), tuple(own)) for pieces, own in arrays]
+        written: jax.Array = self._writer(_size(group[0]), len(group))(pool, ids, *pages)
+        return written
 
-    def write(self, pool: jax.Array, staged: StagedCopy) -> jax.Array:
-        """Write a copy into the pool, which is donated, after the steps launched; returns the new pool."""
-        for piece, ids in zip(staged.pieces, staged.ids, strict=True):
-            pool = self._writer(ids.shape[0])(
-                pool,
-                ids if isinstance(ids, jax.Array) else jax.device_put(ids, self._repeated),
-                piece if isinstance(piece, jax.Array) else jax.device_put(piece, self._device),
-            )
-        return pool
+    def _compile_together(self, size: int) -> None:
+        for n in _TOGETHER:
+            self._writer(size, n)
 
-    def _writer(self, pages: int) -> Any:
-        if pages not in self._writers:  # the owner, who needs it last, does not wait for others' compilations
+    def _writer(self, size: int, n: int) -> Any:
+        if (size, n) not in self._writers:  # whoever has it does not wait for others' compilations
             with self._compiling:
-                if pages not in self._writers:
-                    self._writers[pages] = self._compile(pages)
-        return self._writers[pages]
+                if (size, n) not in self._writers:
+                    self._writers[size, n] = self._compile(size, n)
+        return self._writers[size, n]
 
-    def _compile(self, pages: int) -> Any:
-        def write(pool: jax.Array, ids: jax.Array, piece: jax.Array) -> jax.Array:
-            return pool.at[:, ids].set(piece, mode="drop", unique_indices=True)
+    def _compile(self, size: int, n: int) -> Any:
+        def write(pool: jax.Array, ids: jax.Array, *adapters: jax.Array) -> jax.Array:
+            for own, pages in zip(ids, adapters, strict=True):
+                pool = pool.at[:, own].set(pages, mode="drop", unique_indices=True)
+            return pool
 
         spec, repeated = self._pool_spec, PartitionSpec()
         mapped = jax.shard_map(
-            write, mesh=self._mesh, in_specs=(spec, repeated, spec), out_specs=spec, check_vma=False
+            write, mesh=self._mesh, in_specs=(spec, repeated, *[spec] * n), out_specs=spec, check_vma=False
         )
-        shape = (self._pool.shape[0], pages, self._pool.shape[2])
-        return (
-            jax.jit(mapped, donate_argnums=0)
-            .lower(
-                self._pool,
-                jax.ShapeDtypeStruct((pages,), jnp.int32, sharding=self._repeated),
-                jax.ShapeDtypeStruct(shape, self._pool.dtype, sharding=self._device),
-            )
-            .compile()
-        )
+        shape = (self._pool.shape[0], size, self._pool.shape[2])
+        adapter = jax.ShapeDtypeStruct(shape, self._pool.dtype, sharding=self._device)
+        ids = jax.ShapeDtypeStruct((n, size), jnp.int32, sharding=self._repeated)
+        return jax.jit(mapped, donate_argnums=0).lower(self._pool, ids, *[adapter] * n).compile()
 
 
-def _pieces(pages: int) -> Iterator[tuple[int, int]]:
-    """Where pieces begin and end: as many of the largest as fit, then falling powers of two."""
-    start, size = 0, LARGEST_PIECE
-    while start < pages:
-        if start + size <= pages:
-            yield start, start + size
-            start += size
-        else:
-            size //= 2
+def _size(copy: StagedCopy) -> int:
+    return len(copy.ids)

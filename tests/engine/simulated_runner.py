@@ -94,16 +94,17 @@ class SimulatedRunner:
     pinned_host_limit: int | None = None
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
-        return HostCopy((pages,))
+        return HostCopy(pages)
 
     def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
-        return [StagedCopy(copy.pieces, (np.asarray(ids),)) for copy, ids in zip(copies, pages, strict=True)]
+        return [StagedCopy(copy.pages, np.asarray(ids)) for copy, ids in zip(copies, pages, strict=True)]
 
-    def write_adapter(self, staged: StagedCopy) -> None:
-        [pages], [ids] = staged.pieces, staged.ids
-        assert pages.shape[1] == len(ids)
-        for i, page in enumerate(ids):
-            self._memory[page] = ("adapter", int(pages[0, i, 0]), i)
+    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
+        for copy in staged:
+            pages = np.asarray(copy.pages)
+            assert pages.shape[1] == len(copy.ids)
+            for i, page in enumerate(copy.ids):
+                self._memory[page] = ("adapter", int(pages[0, i, 0]), i)
 
     def launch(self, plan: StepPlan) -> SimulatedInFlight:
         assert plan.num_tokens <= self.max_step_tokens
@@ -173,16 +174,14 @@ class Disk:
             raise FileNotFoundError(f"no adapter at '{path}'")
         fingerprint, rank = self.folders[path]
         made = simulated_adapter(layout, fingerprint, rank)
-        return dataclasses.replace(
-            made, path=path, stamp=self.stamp(path), host=HostCopy((made.packed.pages,))
-        )
+        return dataclasses.replace(made, path=path, stamp=self.stamp(path), host=HostCopy(made.packed.pages))
 
 
 class SlowCopy(StagedCopy):
     """A copy that is done after some looks at it, or when it is waited for; perhaps with an error."""
 
     def __init__(self, copy: StagedCopy, looks: int, error: Exception | None) -> None:
-        super().__init__(copy.pieces, copy.ids)
+        super().__init__(copy.pages, copy.ids)
         object.__setattr__(self, "state", [looks, error])
 
     def is_ready(self) -> bool:
@@ -215,6 +214,6 @@ class StagingRunner(SimulatedRunner):
             slow.append(SlowCopy(copy, self.looks(), error))
         return slow
 
-    def write_adapter(self, staged: StagedCopy) -> None:
+    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
         self.disk.fails("write")
-        super().write_adapter(staged)
+        super().write_adapters(staged)

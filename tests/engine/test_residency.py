@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -359,7 +360,7 @@ def test_the_seconds_of_reads_and_copies_are_counted(monkeypatch: pytest.MonkeyP
 def test_copies_leave_the_link_to_the_input_of_the_next_step_in_time(
     link: float, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adapters of 28672 bytes, steps of a second: three quarters of what the link carries in one, but an
+    """Adapters of 28672 bytes, steps of a second: nine tenths of what the link carries in one, but an
     adapter at least. Without a step under way nobody is delayed.
     """
     clock = itertools.count()
@@ -384,6 +385,37 @@ def test_copies_leave_the_link_to_the_input_of_the_next_step_in_time(
     bench.engine.abort(running)
     bench.run()
     assert all(bench.engine._adapters.get(name).resident for name in names)
+
+
+def test_copies_begin_behind_the_input_of_a_step() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    runner, order = bench.engine._runner, list[str]()
+
+    def noted(name: str, call: Callable[..., Any], *args: Any) -> Any:
+        order.append(name)
+        return call(*args)
+
+    for name in ("launch", "stage_adapters"):
+        setattr(runner, name, functools.partial(noted, name, getattr(runner, name)))
+    bench.engine.add_request([9], None, SamplingParams(max_tokens=10))
+    bench.engine.add_request([1, 2], "a", GREEDY)
+    while "stage_adapters" not in order:
+        bench.executor.run()
+        before = len(order)
+        bench.engine.step()
+    assert order[before:] == ["launch", "stage_adapters"]
+
+
+def test_loads_that_made_steps_long_do_not_let_in_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("slora_jax.engine.time.perf_counter", lambda: now)
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.engine.add_request([9], None, SamplingParams(max_tokens=60))
+    for seconds in (0.0, 0.01, 0.02, 0.09, 0.09):
+        now += seconds
+        bench.engine.step()
+    assert bench.engine._loader.step_seconds == pytest.approx(0.01)
 
 
 def test_files_that_changed_since_they_were_registered_are_refused() -> None:
@@ -613,7 +645,7 @@ def test_pages_given_as_numpy_share_one_host_copy() -> None:
     a, b = (bench.engine._adapters.get(name) for name in "ab")
     assert a.host is b.host
     assert a.host is not None
-    assert np.shares_memory(np.asarray(a.host.pieces[0]), made.packed.pages)
+    assert np.shares_memory(np.asarray(a.host.pages), made.packed.pages)
 
 
 def test_what_a_failed_load_logs_is_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -85,7 +85,7 @@ class Request:
         return all(s.finish_reason is not None for s in self.sequences)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """One output of a request, and what it holds.
 

@@ -190,14 +190,13 @@ class ClusterOrder:
         if adapter is None or others is None:
             return
         others.discard(sequence)
-        following = others.head()
-        if following is None:
+        if others:
+            self.came_near(adapter)
+        else:
             del self._of[adapter]
             del self._seekers[adapter][self]
             if not self._seekers[adapter]:
                 del self._seekers[adapter]
-        else:
-            self._put_near(following)
 
     def release(self, sequence: Sequence) -> None:
         self._all.push(sequence)

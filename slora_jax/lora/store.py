@@ -30,7 +30,7 @@ from slora_jax.outputs import AdapterInfo
 _RECENT = 64  # evicted adapters among which the next is guessed
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Adapter:
     """One generation of a named adapter."""
 

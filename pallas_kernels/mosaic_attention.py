@@ -2,12 +2,13 @@
 
 The context of every (sequence, KV head), an *item*, is cut into chunks of `CHUNK_ELEMS / head_dim` tokens.
 All chunks of a batch, one item after another, are one line, and each of a fixed number of warpgroups takes a
-stretch of it of equal cost (`decode_plan`). So they finish together whatever the lengths are, long contexts
-and small batches split by themselves, and copies run ahead over the ends of items: memory is never idle. An
-item inside one stretch is written to the output. One that a stretch's border cuts leaves its parts in memory,
-each counted as it is stored; whoever stores the last one adds them in their order, so the bits of an output
-do not depend on who that was. A thread block has two warpgroups that multiply, and one whose warps follow the
-page table and copy for them.
+stretch of it of equal cost, then further, shorter ones as long as there are any (`decode_plan`). So they
+finish together whatever the lengths are and however fast each multiprocessor is, long contexts and small
+batches split by themselves, and copies run ahead over the ends of items and stretches: memory is never idle.
+An item inside one stretch is written to the output. One that a stretch's border cuts leaves its parts in
+memory, each counted as it is stored; whoever stores the last one adds them in their order, so the bits of an
+output do not depend on who took which stretch. A thread block has two warpgroups that multiply, and one whose
+warps take stretches, follow the page table and copy for them.
 
 Both products are the transposed ones: K Q^T of [c, e] by [e, rows] and V^T P^T of [e, c] by [c, rows]. So
 the 64 rows that wgmma must have are tokens and head dims, and a group of 1 to 16 query heads fills its 8 or
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,12 +33,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from slora_jax.pallas_kernels.decode_plan import FIRST_PAGES, ITEM_COST, plan_decode
+from slora_jax.pallas_kernels.decode_plan import DEALT, FIRST_PAGES, ITEM_COST, ROUNDS, plan_decode
 
-BLOCKS = 264  # stretches: two on each of an H100's or H200's 132 multiprocessors
+BLOCKS = 264  # multiplying warpgroups: two on each of an H100's or H200's 132 multiprocessors
 CONSUMERS = 2  # warpgroups of a thread block that multiply, each with a stretch of its own
 CHUNK_ELEMS = 8192  # of K in a chunk: 64 tokens of head_dim 128
 SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, barriers aside
+TAKEN = 8  # stretches that copying warps may be ahead of who multiplies; more than the most stages
 MERGE_ELEMS = 8192  # of parts of an item that are loaded at once, after its first two: 64 registers a thread
 MAX_GROUP = 16
 NO_SCORE = -1e30
@@ -57,7 +60,7 @@ class _Shape(NamedTuple):
     e: int
     page_tokens: int
     n_pages: int
-    blocks: int  # stretches
+    blocks: int  # warpgroups that multiply
     stretch: int  # numbers of a stretch in the plan
     consumers: int
     stages: int
@@ -69,6 +72,10 @@ class _Shape(NamedTuple):
     def rows(self) -> int:
         """Query rows that are copied and multiplied: the group, in whole swizzled 8-row tiles."""
         return _query_rows(self.group)
+
+    @property
+    def stretches(self) -> int:
+        return self.blocks * ROUNDS
 
     @property
     def pages(self) -> int:
@@ -90,22 +97,26 @@ class _Memory(NamedTuple):
     """What a decode kernel reads and writes: its operands, its outputs, then shared memory and barriers."""
 
     layer: Any  # i32[1]
-    stretch: Any  # i32[blocks * stretch]
+    stretch: Any  # i32[stretches * stretch]
     walk: Any  # i32[b * 2]
     kv_len: Any  # i32[b]
     table: Any  # i32[b * m]
     q: Any  # bf16[b * n_kv * stride, e]
     pool: Any  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
-    counters: Any  # i32[blocks] parts stored of the item that begins in a stretch; 0 at first
+    # i32[stretches + 1] parts stored of the item that begins in a stretch; at last the stretches taken beyond
+    # the first `blocks`. 0 at first.
+    counters: Any
     out: Any  # bf16[b * h, e]
-    parts: Any  # f32[blocks * 2, e, rows] sums of weighted values; part 0 goes on from the stretch before
-    sums: Any  # f32[blocks * 2 * 2 * rows] of a part the largest scores, then the sums of weights
+    parts: Any  # f32[stretches * 2, e, rows] sums of weighted values; part 0 goes on from the stretch before
+    sums: Any  # f32[stretches * 2 * 2 * rows] of a part the largest scores, then the sums of weights
     q_s: Any  # bf16[consumers, stages, rows, e]
     k_s: Any  # bf16[consumers, stages, chunk, e]
     v_s: Any  # bf16[consumers, stages, chunk, e]
     p_s: Any  # bf16[consumers, rows, chunk] weights
     o_s: Any  # bf16[consumers, rows, e]
     across: Any  # f32[consumers, 32 * rows] what warps tell each other
+    taken: Any  # i32[consumers * TAKEN] the stretches that each warpgroup has after its first, in turns
+    taken_bar: Any  # [consumers * TAKEN]
     q_bar: Any  # [consumers * stages], as the following
     k_bar: Any
     v_bar: Any
@@ -128,6 +139,7 @@ def decode_attention(
     stages: int | None = None,
     chunk: int | None = None,
     item_cost: int = ITEM_COST,
+    dealt: float = DEALT,
     interpret: Any = None,
 ) -> jax.Array:
     """out[s] = softmax(scale * q[s] K[:kv_len[s]]^T) V[:kv_len[s]], one query token a sequence.
@@ -137,9 +149,9 @@ def decode_attention(
     h // (h / n_kv). Products of bf16, sums in float32; weights are rounded to bf16 before they meet V.
     Returns bf16 [s, h, e]. Raises ValueError where the shapes are beyond the kernel's limits.
 
-    Tunings: blocks, the stretches that chunks are dealt to; consumers, multiplying warpgroups of a thread
-    block; stages, chunks in flight for each (None: as many as shared memory holds); chunk, its tokens;
-    item_cost as in `plan_decode`. Pallas's interpreter (`interpret`) has no atomics: there a second kernel
+    Tunings: blocks, the warpgroups that multiply; consumers, those of a thread block; stages, chunks in
+    flight for each (None: as many as shared memory holds); chunk, its tokens; item_cost and dealt as in
+    `plan_decode`. Pallas's interpreter (`interpret`) has no atomics: there a second kernel
     adds the parts of cut items, by the same code.
     """
     s, h, e = q.shape
@@ -164,6 +176,7 @@ def decode_attention(
         chunk=chunk,
         blocks=blocks,
         item_cost=item_cost,
+        dealt=dealt,
     )
     shape = _Shape(
         batch=s,
@@ -193,7 +206,7 @@ def decode_attention(
         page_table.reshape(-1),
         whole_tiles(q.reshape(-1, e)),
         rows,
-        jax.new_ref(jnp.zeros(blocks, jnp.int32)),
+        jax.new_ref(jnp.zeros(shape.stretches + 1, jnp.int32)),
     )
     if interpret is not None:
         ref = jax.new_ref(out)
@@ -295,10 +308,11 @@ def _after(z: _Shape, j: Any, head: Any, i: Any, n: Any) -> tuple[Any, Any, Any]
     return jnp.where(last, j + 1, j), head, jnp.where(ends, 0, i + 1)
 
 
-def _copy_stretch(z: _Shape, m: _Memory, first_block: Any, warp: Any) -> None:
-    """One warp's pages of every chunk of one warpgroup's stretch; the first of its warps copies q too."""
+def _copy(z: _Shape, m: _Memory, first_block: Any, warp: Any) -> None:
+    """One warp's pages of every chunk of one warpgroup's stretches; the first of its warps takes these, and
+    copies q.
+    """
     to, part = lax.div(warp, z.warps), lax.rem(warp, z.warps)
-    *start, count = _numbers(z, m, first_block + to, 0, 4)
     first_page = m.layer[0] * z.n_pages
 
     def copy(half: int, ids: list[Any], head: Any, i: Any, n: Any, slot: Any) -> None:
@@ -326,32 +340,43 @@ def _copy_stretch(z: _Shape, m: _Memory, first_block: Any, warp: Any) -> None:
         first, last = i * z.pages + part * z.pages_each, z.max_pages - 1
         return [m.table[seq * z.max_pages + jnp.minimum(first + p, last)] for p in range(z.pages_each)]
 
-    def step(c: Any, carry: Any) -> Any:
+    def step(first: Any, n: Any, carry: Any) -> Any:
+        """Chunk n of a stretch whose first is the warpgroup's chunk `first`."""
         (j, head, i), sequences, ids, segment = carry
-        seq, n = sequences[0]
+        seq, length = sequences[0]
+        c = first + n
         slot = lax.rem(c, z.stages)
-        opens = (c == 0) | (i == 0)
+        opens = (n == 0) | (i == 0)
         used = c >= z.stages
         mine = part * z.pages_each < z.pages
         pl.when(used)(lambda: plgpu.barrier_wait(m.k_free.at[to * z.stages + slot]))
         # q's slot is free: every chunk before c - stages + 1 has been multiplied with its own.
         pl.when(opens & (part == 0))(lambda: copy_q(seq, head, segment))
-        pl.when(mine)(lambda: copy(0, ids, head, i, n, slot))
+        pl.when(mine)(lambda: copy(0, ids, head, i, length, slot))
         # Loads of the next chunk's place travel while V's stage is awaited.
-        there = _after(z, j, head, i, n)
+        there = _after(z, j, head, i, length)
         next_sequences = _move(z, m, there[0], j, sequences)
         next_ids = page_ids(next_sequences[0][0], there[2])
         pl.when(used)(lambda: plgpu.barrier_wait(m.v_free.at[to * z.stages + slot]))
-        pl.when(mine)(lambda: copy(1, ids, head, i, n, slot))
+        pl.when(mine)(lambda: copy(1, ids, head, i, length, slot))
         return there, next_sequences, next_ids, segment + opens.astype(jnp.int32)
 
-    sequences = _first_sequence(z, m, first_block + to)
-    first = (first_block + to) * z.stretch + FIRST_PAGES + part * z.pages_each
-    ids = [m.stretch[first + p] for p in range(z.pages_each)]
-    # Never true. It has what the first copies need loaded before the first branch, at once.
-    loaded = [*start, *sequences[0], *sequences[1], first_page, *ids]
-    count = jnp.where(functools.reduce(jnp.minimum, loaded) == -(2**31), 0, count)
-    lax.fori_loop(0, count, step, (tuple(start), sequences, ids, jnp.int32(0)))
+    def copy_stretch(carry: Any) -> Any:
+        block, _, c, segment, turn = carry
+        *start, count = _numbers(z, m, block, 0, 4)
+        [end] = _numbers(z, m, block, 11, 12)
+        sequences = _first_sequence(z, m, block)
+        at = block * z.stretch + FIRST_PAGES + part * z.pages_each
+        ids = [m.stretch[at + p] for p in range(z.pages_each)]
+        # Never true. It has what the first copies need loaded before the first branch, at once.
+        loaded = [*start, end, *sequences[0], *sequences[1], first_page, *ids]
+        count = jnp.where(functools.reduce(jnp.minimum, loaded) == -(2**31), 0, count)
+        first = (tuple(start), sequences, ids, segment)
+        *_, segment = lax.fori_loop(0, count, functools.partial(step, c), first)
+        pl.when(part == 0)(lambda: _take(z, m, block, to * TAKEN + lax.rem(turn, TAKEN)))
+        return _taken(z, m, to, turn), end, c + count, segment, turn + 1
+
+    _, _, count, *_ = _stretch_by_stretch(z, copy_stretch, first_block + to)
 
     def drain(c: Any, _: Any) -> None:  # the interpreter wants every phase seen
         for free in (m.k_free, m.v_free):
@@ -359,6 +384,60 @@ def _copy_stretch(z: _Shape, m: _Memory, first_block: Any, warp: Any) -> None:
             pl.when(c >= z.stages)(wait)
 
     lax.fori_loop(count, count + z.stages, drain, None)
+
+
+def _stretch_by_stretch(z: _Shape, body: Callable[[Any], Any], first_block: Any) -> Any:
+    """A warpgroup's stretches from `first_block` on.
+
+    carry, which `body` returns for the next one: the stretch, the end of those that have chunks (as each
+    one's line in the plan says), and the warpgroup's chunks, parts of items and stretches so far.
+    """
+    zero = jnp.int32(0)
+    carry = (first_block, jnp.int32(z.stretches), zero, zero, zero)
+    return lax.while_loop(lambda carry: carry[0] < carry[1], body, carry)
+
+
+def _take(z: _Shape, m: _Memory, block: Any, slot: Any) -> None:
+    """taken[slot] = the next stretch that nobody has, by one warp, whose last one is `block`."""
+    bar, counter = m.taken_bar.at[slot], m.counters.at[z.stretches]
+    if z.interpreted:  # it knows no atomics: they are dealt in turns
+        m.taken[slot] = block + z.blocks
+        plgpu.barrier_arrive(bar)
+        return
+    inline: Any = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+    )
+
+    def take(_: Any, counter: Any, taken: Any, slot: Any) -> None:
+        i32, utils = ir.IntegerType.get_signless(32), mgpu.utils
+        utils.inline_ptx(
+            """{
+            .reg .pred one;
+            .reg .b32 nth;
+            setp.ne.u32 one, $2, 0;
+            @one atom.relaxed.gpu.global.add.u32 nth, [$0], 1;
+            @one add.u32 nth, nth, $3;
+            @one st.shared.u32 [$1], nth;
+            }""",
+            utils.memref_ptr(counter),
+            utils.getelementptr(utils.memref_ptr(taken), [slot.registers.flat[0]], i32),
+            arith.extui(i32, utils.single_thread_predicate(utils.ThreadSubset.WARP)),
+            utils.c(z.blocks, i32),
+        )
+
+    inline(take)(counter, m.taken, slot)
+    plgpu.barrier_arrive(bar)
+
+
+def _taken(z: _Shape, m: _Memory, to: Any, turn: Any) -> Any:
+    """The stretch that warpgroup `to` has after `turn` others, once it is known.
+
+    A slot is written again TAKEN turns later. By then a chunk that comes `stages` or more after the first of
+    this stretch has found its stage free: that first one was multiplied, so all had read the slot.
+    """
+    slot = to * TAKEN + lax.rem(turn, TAKEN)
+    plgpu.barrier_wait(m.taken_bar.at[slot])
+    return m.taken[slot]
 
 
 def _reduce(z: _Shape, m: _Memory, wg: Any, op: str, x: Any) -> Any:
@@ -423,12 +502,30 @@ def _attend_chunk(
     return acc + summed if z.interpreted else summed, new_top, total
 
 
-def _attend_stretch(z: _Shape, m: _Memory, block: Any, wg: Any) -> None:
-    """The chunks of stretch `block`, item by item, and rows without context."""
-    *start, count = _numbers(z, m, block, 0, 4)
-    padding = [block + n * z.blocks for n in range(pl.cdiv(z.batch, z.blocks))]
+def _attend(z: _Shape, m: _Memory, first_block: Any, wg: Any) -> None:
+    """The stretches of a warpgroup, the first of which is `first_block`, and rows without context."""
+    padding = [first_block + n * z.blocks for n in range(pl.cdiv(z.batch, z.blocks))]
     # Loaded at the end, these would be waited for.
     lengths = [m.kv_len[jnp.minimum(seq, z.batch - 1)] for seq in padding]
+
+    def stretch(carry: Any) -> Any:
+        block, _, c, segment, turn = carry
+        [end] = _numbers(z, m, block, 11, 12)
+        c, segment = _attend_stretch(z, m, block, wg, c, segment)
+        return _taken(z, m, wg, turn), end, c, segment, turn + 1
+
+    _stretch_by_stretch(z, stretch, first_block)
+    for seq, length in zip(padding, lengths, strict=True):
+        pl.when((seq < z.batch) & (length == 0))(functools.partial(_clear_row, z, m, wg, seq))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _attend_stretch(z: _Shape, m: _Memory, block: Any, wg: Any, first: Any, segment: Any) -> Any:
+    """The chunks of stretch `block`, item by item; they are the warpgroup's from `first` on.
+
+    Returns the warpgroup's chunks and items (in stretches) so far.
+    """
+    *start, count = _numbers(z, m, block, 0, 4)
     cut = _numbers(z, m, block, 8, 11)
 
     def segment_step(carry: Any) -> Any:
@@ -442,7 +539,7 @@ def _attend_stretch(z: _Shape, m: _Memory, block: Any, wg: Any) -> None:
         acc = plgpu.layout_cast(jnp.zeros((z.e, z.rows), jnp.float32), plgpu.Layout.WGMMA)
         top = plgpu.layout_cast(jnp.full((z.rows,), NO_SCORE, jnp.float32), COLUMN)
         total = plgpu.layout_cast(jnp.zeros((z.chunk, z.rows), jnp.float32), plgpu.Layout.WGMMA)
-        step = functools.partial(_attend_chunk, z, m, wg, c0=c, i0=i, n=n, segment=segment)
+        step = functools.partial(_attend_chunk, z, m, wg, c0=first + c, i0=i, n=n, segment=segment)
         acc, top, total = lax.fori_loop(0, length, step, (acc, top, total))
         item = seq * z.n_kv + head
         total = _reduce(z, m, wg, "add", total)
@@ -454,11 +551,9 @@ def _attend_stretch(z: _Shape, m: _Memory, block: Any, wg: Any) -> None:
         sequences = _move(z, m, there[0], j, sequences)
         return c + length, there, sequences, segment + 1
 
-    carry = (jnp.int32(0), tuple(start), _first_sequence(z, m, block), jnp.int32(0))
-    lax.while_loop(lambda carry: carry[0] < count, segment_step, carry)
-    for seq, length in zip(padding, lengths, strict=True):
-        pl.when((seq < z.batch) & (length == 0))(functools.partial(_clear_row, z, m, wg, seq))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    carry = (jnp.int32(0), tuple(start), _first_sequence(z, m, block), segment)
+    count, _, _, segment = lax.while_loop(lambda carry: carry[0] < count, segment_step, carry)
+    return first + count, segment
 
 
 def _clear_row(z: _Shape, m: _Memory, wg: Any, seq: Any) -> None:
@@ -590,13 +685,13 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
 
         @pl.when(wg < z.consumers)
         def _() -> None:
-            plgpu.set_max_registers(232, action="increase")
-            _attend_stretch(z, m, first_block + wg, wg)
+            plgpu.set_max_registers(216, action="increase")
+            _attend(z, m, first_block + wg, wg)
 
         @pl.when(wg == z.consumers)
         def _() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-            plgpu.warp_map(functools.partial(_copy_stretch, z, m, first_block))
+            plgpu.set_max_registers(72, action="decrease")
+            plgpu.warp_map(functools.partial(_copy, z, m, first_block))
 
     each = z.consumers * z.stages
     scratch: Any = {
@@ -606,6 +701,8 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         "p_s": plgpu.SMEM((z.consumers, z.rows, z.chunk), bf16, transforms=TILED),
         "o_s": plgpu.SMEM((z.consumers, z.rows, z.e), bf16),
         "across": plgpu.SMEM((z.consumers, 32 * z.rows), f32),
+        "taken": plgpu.SMEM((z.consumers * TAKEN,), jnp.int32),
+        "taken_bar": plgpu.Barrier(num_barriers=z.consumers * TAKEN),
         "q_bar": plgpu.Barrier(num_barriers=each),
         "k_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
         "v_bar": plgpu.Barrier(num_arrivals=z.pages, num_barriers=each),
@@ -613,8 +710,8 @@ def _attend_kernel(shape: _Shape, interpret: Any) -> Any:
         "v_free": plgpu.Barrier(num_barriers=each),
     }
     out = jax.ShapeDtypeStruct((z.batch * z.n_kv * z.group, z.e), bf16)
-    parts = jax.ShapeDtypeStruct((z.blocks * 2, z.e, z.rows), f32)
-    sums = jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows,), f32)
+    parts = jax.ShapeDtypeStruct((z.stretches * 2, z.e, z.rows), f32)
+    sums = jax.ShapeDtypeStruct((z.stretches * 2 * 2 * z.rows,), f32)
     return plgpu.kernel(
         decode,
         out_type=(out, parts, sums),
@@ -638,9 +735,9 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
     z = shape
 
     def merge_decode(
-        stretch: Any,  # i32[blocks * z.stretch]
-        parts: Any,  # f32[blocks * 2, e, rows]
-        sums: Any,  # f32[blocks * 2 * 2 * rows]
+        stretch: Any,  # i32[stretches * z.stretch]
+        parts: Any,  # f32[stretches * 2, e, rows]
+        sums: Any,  # f32[stretches * 2 * 2 * rows]
         out: Any,  # bf16[b * h, e]
         o_s: Any,  # bf16[rows, e]
     ) -> None:
@@ -657,7 +754,7 @@ def _merge_kernel(shape: _Shape, interpret: Any) -> Any:
     return plgpu.kernel(
         merge_decode,
         out_type=(),
-        grid=(z.blocks,),
+        grid=(z.stretches,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         scratch_types=[plgpu.SMEM((z.rows, z.e), jnp.bfloat16)],

@@ -66,7 +66,7 @@ def test_layers_compile_for_h200(dump: Path, h: int, n_kv: int, e: int) -> None:
     memory: Any = compiled.memory_analysis()
     pool_bytes = LAYERS * PAGES * elems * 2
     assert memory.alias_size_in_bytes == pool_bytes
-    assert aot.large_temporaries(compiled) < pool_bytes // 4
+    assert aot.large_temporaries(compiled) < pool_bytes // 2
     reports = aot.ptx_reports(dump)
     assert {r.name.rsplit("_", 1)[0] for r in reports} == {"decode", "prefill", "write_kv"}
     for report in reports:

@@ -37,7 +37,7 @@ class GenerateRequest:
     deadline_s: float | None = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Call:
     """Requests whose client takes all of their answers or none, as the prompts of one HTTP request.
 
@@ -56,7 +56,7 @@ class Call:
         return call
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Request:
     """What a client asked for; `n` sequences answer it. Its `call` is its own, unless `Call.of` was asked."""
 
@@ -85,7 +85,7 @@ class Request:
         return all(s.finish_reason is not None for s in self.sequences)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """One output of a request, and what it holds.
 

@@ -70,7 +70,7 @@ class _Read:
     since: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Transfer:
     """A copy under way (None: not begun) into these pages of an adapter."""
 
@@ -161,10 +161,9 @@ class AdapterLoader:
                 self._store.withdraw(t.adapter)
             raise
         self._bytes_staged += sum(t.adapter.host_bytes for t in waiting)
-        self._transfers += [
-            dataclasses.replace(t, copy=copy, since=since, together=together)
-            for t, copy in zip(waiting, copies, strict=True)
-        ]
+        for t, copy in zip(waiting, copies, strict=True):
+            t.copy, t.since, t.together = copy, since, together
+        self._transfers += waiting
 
     # -- between steps --
 

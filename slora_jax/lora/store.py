@@ -30,7 +30,7 @@ from slora_jax.outputs import AdapterInfo
 _RECENT = 64  # evicted adapters among which the next is guessed
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Adapter:
     """One generation of a named adapter."""
 
@@ -385,7 +385,7 @@ class AdapterStore:
 
     def _give_back(self, adapter: Adapter) -> None:
         assert adapter.pages is not None and not adapter.in_use
-        self._pool.release(adapter.pages)
+        self._pool.release(adapter.pages, "adapter")
         adapter.pages, adapter.state = None, "registered"
         self.prefetches_wasted += adapter.ahead
         adapter.ahead = False

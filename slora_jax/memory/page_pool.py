@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 PageKind = Literal["kv", "adapter"]
-FREE, KV, ADAPTER, NULL = 0, 1, 2, 3
-_KINDS = {"kv": KV, "adapter": ADAPTER}
 
 
 class PagePool:
     """Allocator of page ids `1 .. num_pages - 1`; O(pages asked for) an operation, no device state.
+
+    An adapter's pages have one holder, so nothing is noted for each of them: a step may move a thousand.
 
     With `adapter_pages`, the last so many are for adapters alone and the others for KV alone; None: each page
     serves whoever wants it.
@@ -33,11 +33,9 @@ class PagePool:
         self.num_pages = num_pages
         self.unified = adapter_pages is None
         self._border = num_pages - (adapter_pages or 0)  # the first page that is adapters' alone
-        # Lists and bytes, not arrays: most operations are of a page or two, and NumPy costs by the call.
-        self._kind = bytearray(num_pages)
-        self._kind[0] = NULL
-        self._references = [0] * num_pages
-        self._counts = [num_pages - 1, 0, 0]  # pages by kind
+        # Lists, not arrays: most operations are of a page or two, and NumPy costs by the call.
+        self._references = [0] * num_pages  # to KV pages; 0: free, or an adapter's
+        self._adapter_pages = 0
         # Stacks: recently freed pages are used again first. Unified paging: both are one and the same.
         self._free = list(range(self._border - 1, 0, -1))
         self._free_adapter = self._free if self.unified else list(range(num_pages - 1, self._border - 1, -1))
@@ -45,7 +43,7 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Free pages of any use."""
-        return self._counts[FREE]
+        return len(self._free) + (0 if self.unified else len(self._free_adapter))
 
     def free_for(self, kind: PageKind) -> int:
         """Free pages that may become pages of a kind."""
@@ -64,41 +62,45 @@ class PagePool:
 
     def count(self, kind: PageKind) -> int:
         """Pages of a kind."""
-        return self._counts[_KINDS[kind]]
+        adapter = self._adapter_pages
+        return adapter if kind == "adapter" else self.num_usable - self.num_free - adapter
 
     def allocate(self, n: int, kind: PageKind) -> list[int] | None:
-        """`n` pages of a kind with one reference each, or None (and no change) where fewer are free."""
+        """`n` pages of a kind, KV's with one reference each; None (and no change) where fewer are free."""
         free = self._free if kind == "kv" else self._free_adapter
-        if n > len(free):
+        first = len(free) - n
+        if first < 0:
             return None
-        pages = [free.pop() for _ in range(n)]
-        kinds, references, new = self._kind, self._references, _KINDS[kind]
-        for page in pages:
-            kinds[page] = new
-            references[page] = 1
-        self._counts[FREE] -= n
-        self._counts[new] += n
+        pages = free[first:]
+        del free[first:]
+        pages.reverse()
+        if kind == "adapter":
+            self._adapter_pages += n
+        else:
+            for page in pages:
+                self._references[page] = 1
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """One more reference to each of these KV pages."""
+        references = self._references
         for page in pages:
-            assert self._kind[page] == KV, "only KV pages are shared"
-            self._references[page] += 1
+            assert references[page], "only KV pages are shared"
+            references[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """One reference fewer to each page; a page without references is free again."""
-        kinds, references, counts = self._kind, self._references, self._counts  # thousands, where many end
+    def release(self, pages: Sequence[int], kind: PageKind = "kv") -> None:
+        """An adapter's pages are free again; KV pages have one reference fewer, without any they are free."""
+        if kind == "adapter":
+            self._adapter_pages -= len(pages)
+            self._free_adapter += pages
+            return
+        references, free = self._references, self._free  # thousands of pages, where many end
         for page in pages:
             left = references[page] - 1
             assert left >= 0, f"page {page} released more often than allocated"
             references[page] = left
             if not left:
-                kind = kinds[page]
-                kinds[page] = FREE
-                counts[kind] -= 1
-                counts[FREE] += 1
-                (self._free if kind == KV else self._free_adapter).append(page)
+                free.append(page)
 
     def check_integrity(
         self, kv_holders: Iterable[Sequence[int]], adapter_holders: Iterable[Sequence[int]]
@@ -111,17 +113,15 @@ class PagePool:
         adapter = collections.Counter(page for pages in adapter_holders for page in pages)
         free = collections.Counter(self._free if self.unified else self._free + self._free_adapter)
         for page in range(1, self.num_pages):
-            held = {FREE: free[page], KV: kv[page], ADAPTER: adapter[page]}
-            kind, references = self._kind[page], self._references[page]
-            want = {k: 0 for k in held} | {kind: 1 if kind == FREE else references}
-            assert held == want, (
-                f"page {page}: the book says {want} (free, kv, adapter), its holders say {held}"
+            references, held = self._references[page], (free[page], kv[page], adapter[page])
+            right = [(0, references, 0)] if references else [(1, 0, 0), (0, 0, 1)]
+            assert held in right, (
+                f"page {page}: its references are {references}, its holders {held} (free, kv, adapter)"
             )
-            assert kind != ADAPTER or references == 1, f"adapter page {page} is shared {references} times"
-            assert kind == FREE or references > 0, f"page {page} is in use without a reference"
             if not self.unified:
-                assert kind != (KV if page >= self._border else ADAPTER), f"page {page} is on the wrong side"
-        assert self._counts == [self._kind.count(kind) for kind in (FREE, KV, ADAPTER)], "counts are wrong"
+                other = kv[page] if page >= self._border else adapter[page]
+                assert not other, f"page {page} is on the wrong side"
+        assert self._adapter_pages == adapter.total(), f"{self._adapter_pages} adapter pages are counted"
         if not self.unified:
             assert max(self._free, default=0) < self._border <= min(self._free_adapter, default=self._border)
-        assert self._kind[0] == NULL and kv[0] == adapter[0] == free[0] == 0, "page 0 (reserved) is held"
+        assert self._references[0] == kv[0] == adapter[0] == free[0] == 0, "page 0 (reserved) is held"

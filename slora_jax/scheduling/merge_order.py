@@ -31,6 +31,9 @@ class MergeOrder:
         self._of: dict[Adapter | None, RankHeap] = {}
         self._passes = Passes()
 
+    def __len__(self) -> int:
+        return len(self._all)
+
     def add(self, sequence: Sequence) -> None:
         self._passes.arrived(sequence)
         self.release(sequence)
@@ -46,7 +49,7 @@ class MergeOrder:
         own = self._of.get(sequence.adapter)
         if own is not None:
             own.discard(sequence)
-            if own.head() is None:
+            if not own:
                 del self._of[sequence.adapter]
 
     def release(self, sequence: Sequence) -> None:

@@ -39,6 +39,13 @@ class Order(Protocol):
         """It runs (`admitted`), or it has ended. Also for those on hold."""
 
 
+class TenantOrder(Order, Protocol):
+    """An order within a tenant, as vtc keeps: it often asks whether anybody waits, which is O(1)."""
+
+    def __len__(self) -> int:
+        """Sequences that `head` chooses from: all but those on hold."""
+
+
 class RankHeap:
     """A set of sequences that knows the one of least rank. What is discarded is dropped when it is met."""
 
@@ -46,6 +53,9 @@ class RankHeap:
         self._heap: list[tuple[tuple[float, int], Sequence]] = []
         self._present: dict[Sequence, bool] = {}  # those in _heap -> whether they are members
         self._dropped = 0  # in _heap, but no members
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._dropped
 
     def push(self, sequence: Sequence) -> None:
         """Make it a member, if it is none."""
@@ -85,6 +95,9 @@ class FcfsOrder:
 
     def __init__(self) -> None:
         self._waiting = RankHeap()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
@@ -152,6 +165,9 @@ class ClusterOrder:
         self._near = ((RankHeap(), _in_batch), (RankHeap(), _on_hand))
         self._passes = Passes()
 
+    def __len__(self) -> int:
+        return len(self._all)
+
     def add(self, sequence: Sequence) -> None:
         self._passes.arrived(sequence)
         self.release(sequence)
@@ -174,14 +190,13 @@ class ClusterOrder:
         if adapter is None or others is None:
             return
         others.discard(sequence)
-        following = others.head()
-        if following is None:
+        if others:
+            self.came_near(adapter)
+        else:
             del self._of[adapter]
             del self._seekers[adapter][self]
             if not self._seekers[adapter]:
                 del self._seekers[adapter]
-        else:
-            self._put_near(following)
 
     def release(self, sequence: Sequence) -> None:
         self._all.push(sequence)
@@ -218,7 +233,7 @@ class _Tenant:
 
     number: int
     weight: float
-    waiting: Order
+    waiting: TenantOrder
     counter: float = 0.0
     ahead: float = 0.0
     held: int = 0
@@ -240,7 +255,7 @@ class VtcOrder:
 
     def __init__(
         self,
-        within: Callable[[], Order],
+        within: Callable[[], TenantOrder],
         *,
         input_price: float,
         output_price: float,
@@ -257,7 +272,7 @@ class VtcOrder:
 
     def add(self, sequence: Sequence) -> None:
         tenant = self._tenant(sequence)
-        if tenant.waiting.head() is None:
+        if not tenant.waiting:
             floor = self._first() or self._left_last
             if floor is not None:
                 tenant.counter = max(tenant.counter, floor.counter)
@@ -289,7 +304,7 @@ class VtcOrder:
         if admitted:
             tenant.running += 1
             tenant.counter += self._price(sequence, tenant)
-        if tenant.waiting.head() is None:
+        if not tenant.waiting:
             self._left_last = tenant
 
     def sampled(self, sequence: Sequence) -> None:
@@ -335,7 +350,7 @@ class VtcOrder:
             current = tenant.counter + tenant.ahead
             if not tenant.listed or key != tenant.key:  # stale
                 heapq.heappop(self._heap)
-            elif tenant.waiting.head() is None:
+            elif not tenant.waiting:
                 heapq.heappop(self._heap)
                 tenant.listed = False
             elif key < current:

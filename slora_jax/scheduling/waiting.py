@@ -12,7 +12,15 @@ from slora_jax.request import Request, Sequence
 from slora_jax.scheduling.early_abort import EarlyAbort, Overdue
 from slora_jax.scheduling.limits import Limit, Limits
 from slora_jax.scheduling.merge_order import MergeOrder, Turn
-from slora_jax.scheduling.policies import ClusterOrder, FcfsOrder, Order, RankHeap, Seekers, VtcOrder
+from slora_jax.scheduling.policies import (
+    ClusterOrder,
+    FcfsOrder,
+    Order,
+    RankHeap,
+    Seekers,
+    TenantOrder,
+    VtcOrder,
+)
 
 _FORGET_AT = 1024  # deadlines
 
@@ -216,7 +224,7 @@ class WaitingQueue:
 
 
 def _order(config: EngineConfig, seekers: Seekers, turn: Turn) -> Order:
-    def within() -> Order:
+    def within() -> TenantOrder:
         if config.lora_mode == "merge":
             return MergeOrder(config.cluster_max_passes, turn)
         if "cluster" in config.policies:

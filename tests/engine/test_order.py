@@ -7,11 +7,15 @@ import contextlib
 import itertools
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
 from benchmarks.virtual_server import Arrival, VirtualServer
 from slora_jax import SamplingParams
+from slora_jax.request import Sequence
+from slora_jax.scheduling.merge_order import MergeOrder, Turn
+from slora_jax.scheduling.policies import ClusterOrder, FcfsOrder, TenantOrder
 from tests.engine.policy_server import POLICIES, admission_order, overtakes, server, spread
 from tests.engine.slow_loading import Bench
 
@@ -280,3 +284,35 @@ def test_vtc_foresees_who_comes_next_as_if_those_before_had_been_admitted() -> N
     tenants = [served.requests[int(r)].tenant for r in foreseen]
     assert tenants.count("a") == 12  # each is four times as cheap
     assert len(set(foreseen) & set(admission_order(served)[:15])) >= 14  # outputs cost, too
+
+
+@pytest.mark.parametrize("order_of", [FcfsOrder, lambda: ClusterOrder(4, {}), lambda: MergeOrder(4, Turn())])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_length_of_an_order_counts_all_but_those_on_hold(
+    order_of: Callable[[], TenantOrder], seed: int
+) -> None:
+    served, rng, order = server(), random.Random(seed), order_of()
+    adapters = [None, *spread(served, 3)]
+    free: list[Sequence] = []
+    held: list[Sequence] = []
+    for step in range(300):
+        do = rng.choice(["add", "hold", "release", "remove"])
+        mine = held if do == "release" else rng.choice([free, held]) if do == "remove" else free
+        if do == "add":
+            new = served.add(Arrival(0.0, 4, 1, adapter=rng.choice(adapters))).sequences[0]
+            new.rank = rng.random(), step
+            order.add(new)
+            free.append(new)
+        elif mine:
+            sequence = mine.pop(rng.randrange(len(mine)))
+            if do == "hold":
+                order.hold(sequence)
+                held.append(sequence)
+            elif do == "release":
+                order.release(sequence)
+                free.append(sequence)
+            else:
+                order.remove(sequence, admitted=True)
+        assert len(order) == len(free)
+        head = order.head()
+        assert head in free if free else head is None

@@ -39,6 +39,14 @@ def test_integrity_names_the_page_that_leaked_or_is_held_twice() -> None:
     with pytest.raises(AssertionError, match=f"page {min(pages)}"):
         pool.check_integrity([], [pages])
     pool.check_integrity([pages], [])
+    adapter = pool.allocate(2, "adapter")
+    assert adapter is not None
+    for adapters in ([], [adapter, adapter], [adapter, [5]]):
+        with pytest.raises(AssertionError, match=r"page \d: its references are 0"):
+            pool.check_integrity([pages], adapters)
+    with pytest.raises(AssertionError, match="page 3: its references are 0"):
+        pool.check_integrity([pages, adapter], [])
+    pool.check_integrity([pages], [adapter])
 
 
 def test_without_unified_paging_neither_use_takes_the_other_s_pages() -> None:
@@ -73,8 +81,10 @@ def test_random_operations_keep_the_book_right(
     adapters: list[list[int]] = []
     for operation, n in operations:
         if operation == "release" and kv + adapters:
-            holders = kv if n < len(kv) else adapters or kv
-            pool.release(holders.pop(n % len(holders)))
+            if n < len(kv) or not adapters:
+                pool.release(kv.pop(n % len(kv)))
+            else:
+                pool.release(adapters.pop(n % len(adapters)), "adapter")
         elif operation == "share" and kv:
             pool.share(kv[n % len(kv)])
             kv.append(list(kv[n % len(kv)]))

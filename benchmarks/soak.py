@@ -45,7 +45,7 @@ import slora_jax.lora.loader
 from benchmarks.record import record
 from slora_jax import LimitExceededError, SamplingParams
 from slora_jax.engine import Engine
-from slora_jax.lora.transfer import HostCopy, StagedCopy
+from slora_jax.lora.transfer import HostCopy
 from slora_jax.memory.prefix_cache import CachedPage
 from slora_jax.outputs import StreamEvent
 from slora_jax.request import Request, Sequence
@@ -53,6 +53,7 @@ from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.simulated_engine import VOCAB, simulated_engine
 from tests.engine.simulated_runner import (
     BASE,
+    DirectCopy,
     Disk,
     SimulatedInFlight,
     StagingRunner,
@@ -66,7 +67,7 @@ STEMS = [[1, 2, 3, 4] * 8, [1, 2, 3, 4, 5, 6, 7, 8] * 4, [9] * 32]  # that promp
 ADAPTER_BYTES = 28672  # of rank 8
 LONGEST_DEADLINE = 20.0  # seconds
 _CLOCKED = (slora_jax.engine, slora_jax.intake, slora_jax.completion, slora_jax.lora.loader)
-_COUNTED = (Request, Sequence, CachedPage, HostCopy, StagedCopy)
+_COUNTED = (Request, Sequence, CachedPage, HostCopy, DirectCopy)
 
 
 class VirtualClock:

@@ -18,7 +18,7 @@ from slora_jax.lora.host_cache import HostCache
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.packing import AdapterShape
 from slora_jax.lora.store import Adapter, AdapterStore
-from slora_jax.lora.transfer import HostCopy, StagedCopy
+from slora_jax.lora.transfer import ArrayCopy, HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -166,14 +166,14 @@ class VirtualServer:
         assert set(held) == live
 
     stages_adapters = False
-    copy_bytes_per_s: float | None = None
 
-    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
-        return [StagedCopy(np.empty(0), np.asarray(ids)) for ids in pages]
+    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> Seq[StagedCopy]:
+        return [ArrayCopy(np.empty(0), np.asarray(ids)) for ids in pages]
 
-    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
-        self.loads += len(staged)
-        self._loaded_pages += sum(len(copy.ids) for copy in staged)
+    def write_adapter(self, staged: StagedCopy) -> None:
+        assert isinstance(staged, ArrayCopy)
+        self.loads += 1
+        self._loaded_pages += len(staged.ids)
 
     @staticmethod
     def _request(arrival: Arrival, request_id: str) -> Request:

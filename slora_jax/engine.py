@@ -8,7 +8,6 @@ One thread owns an engine; only `prepare_adapter`, `under_way` and the tokenizer
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import os
@@ -54,7 +53,6 @@ logger = logging.getLogger(__name__)
 _STAGING_BYTES = 64 << 20  # at least, where nobody chose
 _SHOWN = 8  # names in a message
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
-_PACED_STEPS = 32  # latest steps, whose shortest says how much may be loaded beside one
 
 
 class Engine:
@@ -96,8 +94,6 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._intake = self._new_intake()
         self._in_flight: InFlight | None = None
-        self._step_end = time.perf_counter()
-        self._step_seconds: collections.deque[float] = collections.deque(maxlen=_PACED_STEPS)
         self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
         self._others: dict[str, list[StreamEvent]] = {}  # that `_run` met, for `step`; by request id
         self._counters = dict.fromkeys(
@@ -453,15 +449,14 @@ class Engine:
             self._planned = plan = self._schedule()
             compilations = self._runner.compilations
             launched = self._runner.launch(plan) if plan else None
-            self._loader.transfer()  # behind the step's input, and done before the next one's
             if self._runner.compilations > compilations:
                 self._scheduler.waiting.compiled()
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
+            self._loader.transfer()  # no step is under way now but the one whose plan gave them their pages
         except BaseException:  # Ctrl-C above all
             self._rewind()
             raise
-        self._pace(both=launched is not None and self._in_flight is not None)
         self._in_flight = launched
         if launched is None:
             self._last_plan = plan
@@ -524,16 +519,6 @@ class Engine:
             if not self._fail_loads() and not self._loader.wait(left):
                 return plan
 
-    def _pace(self, *, both: bool) -> None:
-        """Tell the loader how long a step takes; `both`: one runs and the next is launched."""
-        before, self._step_end = self._step_end, time.perf_counter()
-        if both:
-            self._step_seconds.append(self._step_end - before)
-        else:
-            self._step_seconds.clear()
-        # The shortest: others may be long because of loads, and must not let in more of them.
-        self._loader.step_seconds = min(self._step_seconds, default=None)
-
     def _fail_loads(self) -> bool:
         """End the requests whose adapters could not be loaded; the next ones try again."""
         failures = self._loader.take_failures()
@@ -573,6 +558,7 @@ class Engine:
         values. Cannot mend a pool that the device lost; the next step says so.
         """
         self._in_flight = None
+        self._runner.wait()  # the pages that it uses will be others'
         for request in self._requests.values():
             for sequence in request.sequences:
                 sequence.pending = 0

@@ -7,6 +7,7 @@ and replaced by its results, so nothing else may hold them.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -153,11 +154,6 @@ class ModelRunner:
         return self._transfer.stages
 
     @property
-    def copy_bytes_per_s(self) -> float | None:
-        """How fast adapters are copied to the device, as measured at the start; None where they are not."""
-        return self._transfer.bytes_per_s
-
-    @property
     def pinned_host_limit(self) -> int | None:
         """Bytes that host copies may take together, where they are in pinned host memory."""
         return self._transfer.pinned_host_limit
@@ -166,14 +162,21 @@ class ModelRunner:
         """An adapter's pages [n_layers, n, tp * page_elems] as `stage_adapters` takes them. Any thread."""
         return self._transfer.host_copy(pages)
 
-    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
-        """Begin to copy adapters to the device, for these pages each; returns at once."""
-        return self._transfer.stage(copies, pages)
+    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> Seq[StagedCopy]:
+        """Begin to copy adapters to the device, for these pages each; returns at once.
 
-    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
-        """Enqueue the writes of staged adapters into the pool, after the steps launched."""
-        for group in self._transfer.groups(staged):
-            self._pool = self._transfer.write(self._pool, group)
+        No step may be under way that was planned when the pages were another's: a copy waits for none.
+        """
+        return self._transfer.stage(self._pool, copies, pages)
+
+    def write_adapter(self, staged: StagedCopy) -> None:
+        """A copy has come: enqueue its write into the pool, if it needs one, after the steps launched."""
+        self._pool = self._transfer.write(self._pool, staged)
+
+    def wait(self) -> None:
+        """Until no step is under way; what they raise is the next one's to tell."""
+        with contextlib.suppress(Exception):
+            jax.block_until_ready(self._pool)
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
         """Begin a slot's token counts with the tokens of a cached prefix, which no step computes for it."""

@@ -31,7 +31,6 @@ from slora_jax.workers import DaemonWorkers
 logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads
-_STEP_SHARE = 0.9  # of the time of a step, for which copies may keep the link to the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +52,10 @@ class AdapterDevice(Protocol):
 
     @property
     def stages_adapters(self) -> bool: ...
-    @property
-    def copy_bytes_per_s(self) -> float | None: ...
     def stage_adapters(
         self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]
-    ) -> list[StagedCopy]: ...
-    def write_adapters(self, staged: Sequence[StagedCopy]) -> None: ...
+    ) -> Sequence[StagedCopy]: ...
+    def write_adapter(self, staged: StagedCopy) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +86,7 @@ class _Transfer:
 class AdapterLoader:
     """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
 
-    `staging_bytes` bounds the device memory of copies that are not written yet; a larger adapter goes alone.
-    Copies share their queue with the steps' inputs. They are begun once a step is launched, and while steps
-    run, of `step_seconds` each (None: none runs), only as many as are done before the next one's input comes.
+    `staging_bytes` bounds the copies under way; a larger adapter goes alone.
     `measured(pages, seconds)` is told what each copy took.
     """
 
@@ -107,7 +102,6 @@ class AdapterLoader:
         self._measured = measured
         self._store, self._device, self._read = store, device, read
         self._staging_bytes = staging_bytes
-        self.step_seconds: float | None = None
         self._readers = DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
@@ -142,7 +136,10 @@ class AdapterLoader:
         return adapter.resident
 
     def transfer(self) -> None:
-        """Begin the copies of adapters that were given pages since the last call, all together."""
+        """Begin the copies of adapters that were given pages since the last call, all together.
+
+        No step may be under way that was planned when these pages were another's.
+        """
         waiting = [t for t in self._transfers if t.copy is None and t.valid]
         self._transfers = [t for t in self._transfers if t.copy is not None]
         if not waiting:
@@ -163,6 +160,7 @@ class AdapterLoader:
         self._bytes_staged += sum(t.adapter.host_bytes for t in waiting)
         for t, copy in zip(waiting, copies, strict=True):
             t.copy, t.since, t.together = copy, since, together
+            t.adapter.copy = copy
         self._transfers += waiting
 
     # -- between steps --
@@ -288,35 +286,25 @@ class AdapterLoader:
             self._fail(adapter, error)
 
     def _settle_copies(self) -> None:
-        come: list[_Transfer] = []
         under_way, self._transfers = self._transfers, []
-        for entry in under_way:
+        while under_way:
+            entry = under_way.pop(0)
             if entry.copy is None or (entry.valid and not entry.copy.is_ready()):
                 self._transfers.append(entry)
             elif entry.valid:
-                come.append(entry)
-        try:
-            written = self._write(come)
-        except BaseException:
-            for entry in come:
-                self._store.withdraw(entry.adapter)
-            raise
-        for entry in written:
-            self._store.settle(entry.adapter)
-            self.loads += 1
-            now = time.monotonic()
-            self._copy_seconds += now - entry.since
-            self._measured(entry.together, now - entry.since)
-            if entry.adapter.waited_since is not None:
-                self._wait_seconds += now - entry.adapter.waited_since
-                entry.adapter.waited_since = None
+                try:
+                    self._write(entry.adapter, entry.copy)
+                    if entry.adapter.resident:
+                        seconds = time.monotonic() - entry.since
+                        self._copy_seconds += seconds
+                        self._measured(entry.together, seconds)
+                except BaseException:
+                    self._transfers += under_way
+                    raise
 
     def _may_stage(self, nbytes: int) -> bool:
         under_way = sum(t.adapter.host_bytes for t in self._transfers)
-        limit: float = self._staging_bytes
-        if self.step_seconds is not None and self._device.copy_bytes_per_s is not None:
-            limit = min(limit, _STEP_SHARE * self.step_seconds * self._device.copy_bytes_per_s)
-        if under_way and under_way + nbytes > limit:
+        if under_way and under_way + nbytes > self._staging_bytes:
             self._staging_full_in = self._store.host.turn
         return self._staging_full_in != self._store.host.turn
 
@@ -331,24 +319,21 @@ class AdapterLoader:
             self.transfer()
             self._settle_copies()
 
-    def _write(self, come: Sequence[_Transfer]) -> list[_Transfer]:
-        """Write copies that have come; returns those that did not fail."""
-        right = list[_Transfer]()
-        for entry in come:
-            assert entry.copy is not None
-            try:
-                entry.copy.wait()  # done already; raises where it failed
-                right.append(entry)
-            except Exception as error:
-                self._fail(entry.adapter, error)
+    def _write(self, adapter: Adapter, copy: StagedCopy) -> None:
         try:
-            if right:
-                self._device.write_adapters([t.copy for t in right if t.copy is not None])
+            copy.wait()  # done already; raises where it failed
+            self._device.write_adapter(copy)
         except Exception as error:
-            for entry in right:
-                self._fail(entry.adapter, error)
-            return []
-        return right
+            self._fail(adapter, error)
+            return
+        except BaseException:
+            self._store.withdraw(adapter)
+            raise
+        self._store.settle(adapter)
+        self.loads += 1
+        if adapter.waited_since is not None:
+            self._wait_seconds += time.monotonic() - adapter.waited_since
+            adapter.waited_since = None
 
     def _fail(self, adapter: Adapter, error: BaseException) -> None:
         if adapter.state == "staged":

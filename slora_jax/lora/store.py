@@ -22,7 +22,7 @@ from slora_jax.errors import AdapterExistsError, UnknownAdapterError
 from slora_jax.lora.host_cache import HostCache
 from slora_jax.lora.packing import AdapterShape
 from slora_jax.lora.peft_folder import FolderStamp
-from slora_jax.lora.transfer import HostCopy
+from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.memory.page_pool import PageKind
 from slora_jax.memory.reclaim import HolderKind, IdleHeap, Reclaimer
 from slora_jax.outputs import AdapterInfo
@@ -41,6 +41,7 @@ class Adapter:
     host_bytes: int  # of a host copy, whether it is there or not
     stamp: FolderStamp | None  # None: given from memory, so its host copy cannot be read again
     host: HostCopy | None = None
+    copy: StagedCopy | None = None  # under way into its pages
     state: Literal["registered", "reading", "staged", "resident"] = "registered"
     pages: list[int] | None = None  # in the pool, while staged or resident
     users: int = 0
@@ -290,6 +291,7 @@ class AdapterStore:
 
     def settle(self, adapter: Adapter) -> None:
         """The pages of a staged adapter are written: it is resident, and idle until it is used."""
+        adapter.copy = None
         del self._staged[adapter.generation]
         self._evicted.pop(adapter.generation, None)
         adapter.state = "resident"
@@ -298,7 +300,13 @@ class AdapterStore:
         self._set_idle(adapter)
 
     def withdraw(self, adapter: Adapter) -> None:
-        """Take a staged adapter's pages back: its copy is not wanted, or has failed."""
+        """Take a staged adapter's pages back: its copy is not wanted, or has failed.
+
+        Waits for a copy that still writes into them, some milliseconds.
+        """
+        if adapter.copy is not None:
+            adapter.copy.leave_pages()
+            adapter.copy = None
         del self._staged[adapter.generation]
         self._give_back(adapter)
 

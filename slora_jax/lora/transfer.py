@@ -1,9 +1,9 @@
 """How an adapter's pages come from host memory into the pool.
 
-On an accelerator an adapter lies in pinned host memory as one array: its copy to the device is one DMA, which
-the host and running steps do not wait for, and its write one scatter. Adapters of as many pages that arrive
-together are written up to eight at a call, which costs the host as much as one alone. On a CPU an adapter is
-the packed pages themselves, and the write is the only copy.
+On a CPU an adapter in host memory is the packed pages themselves, and one write into the pool is the only
+copy. On an accelerator it lies in pinned host memory. A CUDA device copies it from there straight into its
+pages of the pool, beside the steps that run (`cuda_dma`). Any other device copies it to an array of its own,
+which one scatter between two steps writes into the pool.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from slora_jax.workers import DaemonWorkers
+from slora_jax.lora import cuda_dma
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_BYTES = 64 << 20
-_TOGETHER = (8, 4, 2)  # adapters that are written at one call
 PINNED_HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED_HOST = "pinned_host"
 
@@ -39,33 +36,102 @@ class HostCopy:
     pages: np.ndarray | jax.Array
 
 
+class StagedCopy(Protocol):
+    """An adapter on its way to the device."""
+
+    def is_ready(self) -> bool:
+        """Whether the copy is done, rightly or not."""
+
+    def wait(self) -> None:
+        """Wait for the copy; raises the device's error where it failed."""
+
+    def leave_pages(self) -> None:
+        """Until this returns, the copy may still write into the pages that it is for."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class StagedCopy:
-    """An adapter on its way to the device, and the pages i32[k] of the pool that it is for."""
+class ArrayCopy:
+    """One that becomes an array, which `AdapterTransfer.write` puts into its pages i32[k] of the pool."""
 
     pages: np.ndarray | jax.Array
     ids: np.ndarray
 
     def is_ready(self) -> bool:
-        """Whether the copy is done, rightly or not."""
         return not isinstance(self.pages, jax.Array) or self.pages.is_ready()  # type: ignore[attr-defined]
 
     def wait(self) -> None:
-        """Wait for the copy; raises the device's error where it failed."""
         if isinstance(self.pages, jax.Array):
             self.pages.block_until_ready()
 
+    def leave_pages(self) -> None:
+        """Nothing is written before `write`."""
+
+
+class Event(Protocol):
+    """When copies are done."""
+
+    def is_done(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DirectCopy:
+    """One straight into the pool; `host` lives as long as it is read. An event for each device."""
+
+    host: HostCopy
+    events: tuple[Event, ...]
+
+    def is_ready(self) -> bool:
+        try:
+            return all(event.is_done() for event in self.events)
+        except RuntimeError:
+            return True
+
+    def wait(self) -> None:
+        for event in self.events:
+            event.wait()
+
+    def leave_pages(self) -> None:
+        for event in self.events:
+            try:
+                event.wait()
+            except RuntimeError:
+                logger.exception("a copy of an adapter that nobody needs any more failed")
+
+
+class Dma(Protocol):
+    """A stream of copies to one device: `cuda_dma.CudaDma`."""
+
+    def copy(
+        self,
+        source: int,
+        target: int,
+        *,
+        slices: int,
+        rows: int,
+        row_bytes: int,
+        source_rows: int,
+        target_rows: int,
+    ) -> None: ...
+    def event(self) -> Event: ...
+
 
 class AdapterTransfer:
-    """Copies adapters towards one pool. `host_copy` may be called in any thread, the rest in the owner's.
+    """Copies adapters into one pool. `host_copy` may be called in any thread, the rest in the owner's.
 
-    `pool` is dtype[n_layers, n_pages, tp * page_elems], split by `pool_spec`; `staged` says whether adapters
-    are copied to the device before they are written (None: on any platform but the CPU). `bytes_per_s` is
-    how fast such copies were measured at the start (None: there are none).
+    `pool` is dtype[n_layers, n_pages, tp * page_elems], split by `pool_spec`. Copies are begun in pages that
+    no step uses which is under way. `staged`: whether adapters travel beside the steps (None: on any
+    platform but the CPU); `dma`: a stream for each device of the mesh (None: CUDA's, where the devices are).
     """
 
     def __init__(
-        self, mesh: Mesh, pool: jax.Array, pool_spec: PartitionSpec, *, staged: bool | None = None
+        self,
+        mesh: Mesh,
+        pool: jax.Array,
+        pool_spec: PartitionSpec,
+        *,
+        staged: bool | None = None,
+        dma: Sequence[Dma] | None = None,
     ) -> None:
         device = mesh.devices.flat[0]
         self.stages = device.platform != "cpu" if staged is None else staged
@@ -80,23 +146,16 @@ class AdapterTransfer:
             logger.warning(
                 "%s has no pinned host memory: adapters are loaded at pageable speed", device.platform
             )
-        self._writers: dict[tuple[int, int], Any] = {}  # pages of each, adapters -> compiled write
+        if dma is None and self._pinned_host is not None and cuda_dma.is_available(device):
+            dma = [cuda_dma.CudaDma(each) for each in mesh.devices.flat]
+        self._dma = dict(zip(mesh.devices.flat, dma, strict=True)) if dma is not None else None
+        if self.stages and self._dma is None:
+            logger.warning(
+                "%s copies adapters between steps, not beside them: steps are longer while some are loaded",
+                device.platform,
+            )
+        self._writers: dict[int, Any] = {}  # number of pages -> compiled write
         self._compiling = threading.Lock()
-        self._ahead = DaemonWorkers(1, "adapter-write-compiler")
-        self.bytes_per_s = self._measure() if self.stages else None
-
-    def _measure(self) -> float:
-        """bytes/s of copies to the device; a few milliseconds."""
-        n = max(1, _MEASURED_BYTES // (self._pool.shape[2] * self._pool.dtype.itemsize))
-        host = np.zeros((1, n, self._pool.shape[2]), self._pool.dtype)
-        moved = host if self._pinned_host is None else jax.device_put(host, self._pinned_host)
-        seconds = []
-        for _ in range(3):
-            jax.block_until_ready(moved)
-            started = time.perf_counter()
-            jax.block_until_ready(jax.device_put(moved, self._device))
-            seconds.append(time.perf_counter() - started)
-        return host.nbytes / min(seconds)
 
     @property
     def pinned_host_limit(self) -> int | None:
@@ -110,73 +169,101 @@ class AdapterTransfer:
         return int(os.environ.get(PINNED_HOST_LIMIT_VARIABLE, "64")) << 30
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
-        """Pages dtype[n_layers, k, tp * page_elems] in the form they are copied from, and their write
-        compiled, alone; beside others it is soon.
+        """Pages dtype[n_layers, k, tp * page_elems] in the form they are copied from.
 
-        On a CPU it shares the memory of `pages`.
+        Where there is a write, it is compiled. On a CPU the copy shares the memory of `pages`.
         """
-        size = pages.shape[1]
-        if (size, 1) not in self._writers:
-            self._writer(size, 1)
-            if self.stages:
-                self._ahead.submit(f"compiling writes of {size} pages", self._compile_together, size)
+        if self._dma is None:
+            self._writer(pages.shape[1])
         if self._pinned_host is None:
             return HostCopy(pages)
-        return HostCopy(jax.block_until_ready(jax.device_put(np.ascontiguousarray(pages), self._pinned_host)))
+        pinned = jax.device_put(np.ascontiguousarray(pages), self._pinned_host, may_alias=False)
+        return HostCopy(jax.block_until_ready(pinned))
 
-    def stage(self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]) -> list[StagedCopy]:
-        """Begin to copy adapters, which are to be written to `pages`, in one transfer; returns at once."""
+    def stage(
+        self, pool: jax.Array, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]
+    ) -> Sequence[StagedCopy]:
+        """Begin to copy adapters into `pages`, in one transfer; returns at once."""
+        if self._dma is not None:
+            begun = list[DirectCopy]()
+            try:
+                for host, own in zip(copies, pages, strict=True):
+                    begun.append(self._copy_directly(pool, host, own))
+            except BaseException:
+                for copy in begun:
+                    copy.leave_pages()
+                raise
+            return begun
         arrays = [copy.pages for copy in copies]
         if self.stages:
             arrays = jax.device_put(arrays, [self._device] * len(arrays))
-        return [StagedCopy(a, np.asarray(own, np.int32)) for a, own in zip(arrays, pages, strict=True)]
+        return [ArrayCopy(a, np.asarray(own, np.int32)) for a, own in zip(arrays, pages, strict=True)]
 
-    def groups(self, staged: Sequence[StagedCopy]) -> Iterator[list[StagedCopy]]:
-        """The copies in groups that `write` takes."""
-        for size, same in itertools.groupby(sorted(staged, key=_size), _size):
-            left = list(same)
-            while left:
-                fit = (n for n in _TOGETHER if n <= len(left) and (size, n) in self._writers)
-                n = next(fit, 1)
-                yield left[:n]
-                left = left[n:]
-
-    def write(self, pool: jax.Array, group: Sequence[StagedCopy]) -> jax.Array:
-        """Write a group into the pool, which is donated, after the steps launched; returns the new pool."""
-        ids = jax.device_put(np.stack([copy.ids for copy in group]), self._repeated)
-        pages = [
-            copy.pages if isinstance(copy.pages, jax.Array) else jax.device_put(copy.pages, self._device)
-            for copy in group
-        ]
-        written: jax.Array = self._writer(_size(group[0]), len(group))(pool, ids, *pages)
+    def write(self, pool: jax.Array, staged: StagedCopy) -> jax.Array:
+        """Write a copy into the pool, which is donated, after the steps launched; returns the new pool."""
+        if not isinstance(staged, ArrayCopy):
+            return pool  # it lies there
+        ids, pages = jax.device_put(staged.ids, self._repeated), staged.pages
+        if not isinstance(pages, jax.Array):
+            pages = jax.device_put(pages, self._device)
+        written: jax.Array = self._writer(len(staged.ids))(pool, ids, pages)
         return written
 
-    def _compile_together(self, size: int) -> None:
-        for n in _TOGETHER:
-            self._writer(size, n)
+    def _copy_directly(self, pool: jax.Array, host: HostCopy, pages: Sequence[int]) -> DirectCopy:
+        assert self._dma is not None and isinstance(host.pages, jax.Array)
+        n_layers, n_pages, _ = pool.shape
+        sources = {shard.device: shard.data for shard in host.pages.addressable_shards}
+        events = list[Event]()
+        for shard in pool.addressable_shards:
+            dma, source = self._dma[shard.device], sources[shard.device]
+            page_bytes = shard.data.shape[2] * pool.dtype.itemsize
+            first, target = cuda_dma.address(source), cuda_dma.address(shard.data)
+            try:
+                for start, page, length in _runs(pages):
+                    dma.copy(
+                        first + start * page_bytes,
+                        target + page * page_bytes,
+                        slices=n_layers,
+                        rows=length,
+                        row_bytes=page_bytes,
+                        source_rows=len(pages),
+                        target_rows=n_pages,
+                    )
+                events.append(dma.event())
+            except BaseException:  # whoever gets the pages back may use them at once
+                DirectCopy(host, (*events, dma.event())).leave_pages()
+                raise
+        return DirectCopy(host, tuple(events))
 
-    def _writer(self, size: int, n: int) -> Any:
-        if (size, n) not in self._writers:  # whoever has it does not wait for others' compilations
+    def _writer(self, pages: int) -> Any:
+        if pages not in self._writers:  # the owner, who needs it last, does not wait for others' compilations
             with self._compiling:
-                if (size, n) not in self._writers:
-                    self._writers[size, n] = self._compile(size, n)
-        return self._writers[size, n]
+                if pages not in self._writers:
+                    self._writers[pages] = self._compile(pages)
+        return self._writers[pages]
 
-    def _compile(self, size: int, n: int) -> Any:
-        def write(pool: jax.Array, ids: jax.Array, *adapters: jax.Array) -> jax.Array:
-            for own, pages in zip(ids, adapters, strict=True):
-                pool = pool.at[:, own].set(pages, mode="drop", unique_indices=True)
-            return pool
+    def _compile(self, pages: int) -> Any:
+        def write(pool: jax.Array, ids: jax.Array, adapter: jax.Array) -> jax.Array:
+            return pool.at[:, ids].set(adapter, mode="drop", unique_indices=True)
 
         spec, repeated = self._pool_spec, PartitionSpec()
         mapped = jax.shard_map(
-            write, mesh=self._mesh, in_specs=(spec, repeated, *[spec] * n), out_specs=spec, check_vma=False
+            write, mesh=self._mesh, in_specs=(spec, repeated, spec), out_specs=spec, check_vma=False
         )
-        shape = (self._pool.shape[0], size, self._pool.shape[2])
-        adapter = jax.ShapeDtypeStruct(shape, self._pool.dtype, sharding=self._device)
-        ids = jax.ShapeDtypeStruct((n, size), jnp.int32, sharding=self._repeated)
-        return jax.jit(mapped, donate_argnums=0).lower(self._pool, ids, *[adapter] * n).compile()
+        shape = (self._pool.shape[0], pages, self._pool.shape[2])
+        return (
+            jax.jit(mapped, donate_argnums=0)
+            .lower(
+                self._pool,
+                jax.ShapeDtypeStruct((pages,), jnp.int32, sharding=self._repeated),
+                jax.ShapeDtypeStruct(shape, self._pool.dtype, sharding=self._device),
+            )
+            .compile()
+        )
 
 
-def _size(copy: StagedCopy) -> int:
-    return len(copy.ids)
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Of pages that follow each other: where in the list they start, the first one, and their number."""
+    for _, run in itertools.groupby(enumerate(pages), lambda place: place[1] - place[0]):
+        places = list(run)
+        yield places[0][0], places[0][1], len(places)

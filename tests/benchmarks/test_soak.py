@@ -46,14 +46,14 @@ def test_a_request_that_is_kept_is_noticed() -> None:
 
 def test_a_wrong_token_is_noticed() -> None:
     soak = Soak(minutes=0.5, seed=1, checkpoint_minutes=0.25)
-    write: Any = soak.engine._runner.write_adapters
+    write: Any = soak.engine._runner.write_adapter
 
     def nothing_written(staged: Any) -> None:
         """The adapter's pages keep what they held before, once in a while."""
         if soak.counts["steps"] < 300:
             write(staged)
 
-    soak.engine._runner.write_adapters = nothing_written  # type: ignore[method-assign]
+    soak.engine._runner.write_adapter = nothing_written  # type: ignore[method-assign]
     with pytest.raises((AssertionError, TypeError)):
         soak.run()
 

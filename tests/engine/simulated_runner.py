@@ -9,6 +9,7 @@ the output differs from `expected_tokens`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -21,7 +22,7 @@ from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
 from slora_jax.lora.peft_folder import FolderStamp
-from slora_jax.lora.transfer import HostCopy, StagedCopy
+from slora_jax.lora.transfer import ArrayCopy, HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES, PageLayout
 from slora_jax.pallas_kernels.backend import XLA
 from slora_jax.scheduling.scheduler import Chunk, StepPlan
@@ -51,13 +52,34 @@ def simulated_adapter(layout: PageLayout, fingerprint: int, rank: int) -> Prepar
     return PreparedAdapter(f"/simulated/{fingerprint}", packed)
 
 
+@dataclasses.dataclass(eq=False)
 class SimulatedInFlight:
-    def __init__(self, rows: list[tuple[int, Chunk]], tokens: list[int]) -> None:
-        self.rows = rows
-        self._tokens = np.asarray(tokens, np.int32)
+    """A step that is computed as late as a device may: when its tokens are fetched, or another's after it."""
+
+    rows: list[tuple[int, Chunk]]
+    compute: Callable[[], list[int]]
+    before: list[SimulatedInFlight]  # that are not computed yet, in their order, this one among them
+    tokens: list[int] | None = None
 
     def fetch(self) -> dict[str, np.ndarray]:
-        return {"tokens": self._tokens}
+        while self.tokens is None:
+            step = self.before[0]
+            step.tokens = step.compute()
+            del self.before[0]
+        return {"tokens": np.asarray(self.tokens, np.int32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computed:
+    """What a step knows of a chunk when it is launched."""
+
+    start: int
+    count: int
+    known: list[int]  # its tokens that the host has; none: the slot's last
+    pages: list[int]
+    slot: int
+    samples: bool
+    adapter_pages: list[int]  # none: the base
 
 
 class SimulatedRunner:
@@ -84,11 +106,11 @@ class SimulatedRunner:
         )
         self._memory: list[Any] = [None] * num_pages
         self._last: dict[int, int] = {}
+        self._under_way: list[SimulatedInFlight] = []
         self.max_step_tokens = config.max_step_tokens
         self.merges = config.lora_mode == "merge"
 
     stages_adapters = False
-    copy_bytes_per_s: float | None = None
     packed = None
     compilations = 0
     pinned_host_limit: int | None = None
@@ -96,53 +118,65 @@ class SimulatedRunner:
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         return HostCopy(pages)
 
-    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
-        return [StagedCopy(copy.pages, np.asarray(ids)) for copy, ids in zip(copies, pages, strict=True)]
+    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> Seq[StagedCopy]:
+        return [ArrayCopy(copy.pages, np.asarray(ids)) for copy, ids in zip(copies, pages, strict=True)]
 
-    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
-        for copy in staged:
-            pages = np.asarray(copy.pages)
-            assert pages.shape[1] == len(copy.ids)
-            for i, page in enumerate(copy.ids):
-                self._memory[page] = ("adapter", int(pages[0, i, 0]), i)
+    def write_adapter(self, staged: StagedCopy) -> None:
+        assert isinstance(staged, ArrayCopy)
+        pages = np.asarray(staged.pages)
+        assert pages.shape[1] == len(staged.ids)
+        self.wait()  # a write comes after the steps launched
+        for i, page in enumerate(staged.ids):
+            self._memory[page] = ("adapter", int(pages[0, i, 0]), i)
 
     def launch(self, plan: StepPlan) -> SimulatedInFlight:
         assert plan.num_tokens <= self.max_step_tokens
         assert not self.merges or len({c.sequence.generation for c in plan}) == 1, "two adapters in a batch"
-        rows: list[tuple[int, Chunk]] = []
-        tokens: list[int] = []
-        for chunk in plan:
-            fingerprint = self._fingerprint(chunk)
-            history = self._run(chunk, fingerprint)
-            if chunk.samples:
-                token = next_token(history, fingerprint, self._vocab)
-                assert chunk.sequence.slot is not None
-                self._last[chunk.sequence.slot] = token
-                rows.append((len(tokens), chunk))
-                tokens.append(token)
-        return SimulatedInFlight(rows, tokens)
+        chunks = [self._computed(chunk) for chunk in plan]
+        rows = list(enumerate(chunk for chunk in plan if chunk.samples))
+        step = SimulatedInFlight(rows, functools.partial(self._compute, chunks), self._under_way)
+        self._under_way.append(step)
+        return step
 
-    def _run(self, chunk: Chunk, fingerprint: int) -> list[int]:
-        """Write the chunk's tokens to the sequence's pages, then read its whole history back."""
-        mark = self._vocab * fingerprint
-        sequence, size = chunk.sequence, self.layout.page_tokens
-        known = sequence.tokens[chunk.start : chunk.start + chunk.count]
+    def wait(self) -> None:
+        for step in list(self._under_way):
+            step.fetch()
+
+    def _computed(self, chunk: Chunk) -> _Computed:
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        known = sequence.tokens[chunk.start : end]
         assert known or chunk.count == 1
         assert sequence.slot is not None
-        for offset, token in enumerate(known or [self._last[sequence.slot]]):
+        adapter = [] if sequence.adapter is None else list(sequence.adapter.weight_pages)
+        pages = list(sequence.pages)
+        return _Computed(chunk.start, chunk.count, known, pages, sequence.slot, chunk.samples, adapter)
+
+    def _compute(self, chunks: list[_Computed]) -> list[int]:
+        tokens: list[int] = []
+        for chunk in chunks:
+            fingerprint = self._fingerprint(chunk.adapter_pages)
+            history = self._run(chunk, fingerprint)
+            if chunk.samples:
+                self._last[chunk.slot] = next_token(history, fingerprint, self._vocab)
+                tokens.append(self._last[chunk.slot])
+        return tokens
+
+    def _run(self, chunk: _Computed, fingerprint: int) -> list[int]:
+        """Write the chunk's tokens to the sequence's pages, then read its whole history back."""
+        mark, size = self._vocab * fingerprint, self.layout.page_tokens
+        for offset, token in enumerate(chunk.known or [self._last[chunk.slot]]):
             position = chunk.start + offset
-            page = sequence.pages[position // size]
+            page = chunk.pages[position // size]
             if position % size == 0:
                 self._memory[page] = [None] * size
             self._memory[page][position % size] = token + mark
         end = chunk.start + chunk.count
-        return [self._memory[sequence.pages[p // size]][p % size] - mark for p in range(end)]
+        return [self._memory[chunk.pages[p // size]][p % size] - mark for p in range(end)]
 
-    def _fingerprint(self, chunk: Chunk) -> int:
-        adapter = chunk.sequence.adapter
-        if adapter is None:
+    def _fingerprint(self, pages: list[int]) -> int:
+        if not pages:
             return BASE
-        found = [self._memory[p] for p in adapter.weight_pages]
+        found = [self._memory[p] for p in pages]
         fingerprint = found[0][1]
         assert found == [("adapter", fingerprint, i) for i in range(len(found))], found
         return int(fingerprint)
@@ -177,43 +211,65 @@ class Disk:
         return dataclasses.replace(made, path=path, stamp=self.stamp(path), host=HostCopy(made.packed.pages))
 
 
-class SlowCopy(StagedCopy):
-    """A copy that is done after some looks at it, or when it is waited for; perhaps with an error."""
+class DirectCopy:
+    """A copy straight into the pool's pages that is done after some looks at it, or when it is waited for, or
+    after some steps, needed or not; perhaps with an error. From its begin until then the pages hold neither
+    what they held nor the adapter.
+    """
 
-    def __init__(self, copy: StagedCopy, looks: int, error: Exception | None) -> None:
-        super().__init__(copy.pages, copy.ids)
-        object.__setattr__(self, "state", [looks, error])
+    def __init__(self, runner: StagingRunner, copy: ArrayCopy, looks: int, error: Exception | None) -> None:
+        self._runner, self._copy, self._looks, self._error = runner, copy, looks, error
+        self._done, self.steps_left = False, looks + 2
+        for page in copy.ids:
+            runner._memory[page] = "torn"
 
     def is_ready(self) -> bool:
-        self.state[0] -= 1  # type: ignore[attr-defined]
-        return bool(self.state[0] < 0)  # type: ignore[attr-defined]
+        self._looks -= 1
+        if self._looks < 0:
+            self.leave_pages()
+        return self._done
 
     def wait(self) -> None:
-        error = self.state[1]  # type: ignore[attr-defined]
-        self.state[0] = 0  # type: ignore[attr-defined]
-        if error is not None:
-            raise error
+        self.leave_pages()
+        if self._error is not None:
+            raise self._error
+
+    def leave_pages(self) -> None:
+        if not self._done and self._error is None:
+            SimulatedRunner.write_adapter(self._runner, self._copy)
+        self._done = True
 
 
 class StagingRunner(SimulatedRunner):
-    """A device with memory of its own: copies take their time and may fail."""
+    """A device that copies adapters beside its steps: copies take their time and may fail."""
 
     disk = Disk()
     looks: Callable[[], int] = staticmethod(lambda: 0)
     stages_adapters = True
+    _copies: tuple[DirectCopy, ...] = ()
 
-    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> list[StagedCopy]:
+    def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> Seq[StagedCopy]:
         self.disk.fails("stage")
-        slow: list[StagedCopy] = []
-        for copy in super().stage_adapters(copies, pages):
+        begun = []
+        for host, ids in zip(copies, pages, strict=True):
             error = None
             try:
                 self.disk.fails("copy")
             except RuntimeError as failure:
                 error = failure
-            slow.append(SlowCopy(copy, self.looks(), error))
-        return slow
+            begun.append(DirectCopy(self, ArrayCopy(host.pages, np.asarray(ids)), self.looks(), error))
+        self._copies += tuple(begun)
+        return begun
 
-    def write_adapters(self, staged: Seq[StagedCopy]) -> None:
+    def write_adapter(self, staged: StagedCopy) -> None:
         self.disk.fails("write")
-        super().write_adapters(staged)
+        assert isinstance(staged, DirectCopy)
+        assert staged._done
+
+    def launch(self, plan: StepPlan) -> SimulatedInFlight:
+        for copy in self._copies:
+            copy.steps_left -= 1
+            if copy.steps_left < 0:
+                copy.leave_pages()
+        self._copies = tuple(copy for copy in self._copies if copy.steps_left >= 0)
+        return super().launch(plan)

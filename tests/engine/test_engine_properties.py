@@ -43,7 +43,7 @@ def test_preemption_recomputes_and_changes_nothing() -> None:
         assert out.token_ids == expected_tokens(prompt, BASE, 40, VOCAB)
 
 
-@pytest.mark.parametrize("place", ["launch", "fetch", "stage_adapters", "write_adapters"])
+@pytest.mark.parametrize("place", ["launch", "fetch", "stage_adapters", "write_adapter"])
 @pytest.mark.parametrize("nth", [1, 2, 4])
 def test_a_step_that_breaks_off_costs_others_nothing(place: str, nth: int) -> None:
     engine = simulated_engine(num_pages=90, max_batch_size=4, max_step_tokens=16)

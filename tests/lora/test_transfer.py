@@ -1,6 +1,11 @@
-"""Adapters of every size come into the pool whole, from any host memory."""
+"""Adapters of every size come into the pool whole, from any host memory, on every way there is."""
 
 from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,74 +13,123 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from slora_jax.lora import cuda_dma
 from slora_jax.lora.transfer import AdapterTransfer
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.step import POOL_SPEC
 
 LAYERS, PAGES, ELEMS = 3, 200, 16
 SIZES = [1, 2, 3, 7, 63, 64, 65, 150]
+Way = Literal["write", "staged", "direct"]
+WAYS: tuple[Way, ...] = ("write", "staged", "direct")
 
 
-def make_transfer(tp: int, staged: bool) -> tuple[AdapterTransfer, jax.Array]:
+class FakeDma:
+    """What `CudaDma` does, on a CPU, when an event is waited for or has been looked at twice."""
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, int]] = []
+        self.done = 0
+        self.calls = 0
+        self.fails_at: int | None = None
+
+    def copy(self, source: int, target: int, **sizes: int) -> None:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise cuda_dma.CudaCopyError("a copy that was told to fail")
+        self.begun.append({"source": source, "target": target, **sizes})
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self, len(self.begun))
+
+    def run(self, end: int) -> None:
+        for c in self.begun[self.done : end]:
+            for z, y in itertools.product(range(c["slices"]), range(c["rows"])):
+                ctypes.memmove(
+                    c["target"] + (z * c["target_rows"] + y) * c["row_bytes"],
+                    c["source"] + (z * c["source_rows"] + y) * c["row_bytes"],
+                    c["row_bytes"],
+                )
+        self.done = max(self.done, end)
+
+
+class FakeEvent:
+    def __init__(self, dma: FakeDma, end: int) -> None:
+        self._dma, self._end, self._looks = dma, end, 0
+
+    def is_done(self) -> bool:
+        self._looks += 1
+        if self._looks > 1:
+            self.wait()
+        return self._dma.done >= self._end
+
+    def wait(self) -> None:
+        self._dma.run(self._end)
+
+
+def make_transfer(tp: int, way: Way, dma: Sequence[FakeDma] = ()) -> tuple[AdapterTransfer, jax.Array]:
     mesh = make_mesh(tp)
     pool = jnp.zeros((LAYERS, PAGES, tp * ELEMS), jnp.float32, device=NamedSharding(mesh, POOL_SPEC))
-    return AdapterTransfer(mesh, pool, POOL_SPEC, staged=staged), pool
+    direct = (dma or [FakeDma() for _ in range(tp)]) if way == "direct" else None
+    return AdapterTransfer(mesh, pool, POOL_SPEC, staged=way != "write", dma=direct), pool
 
 
 def random_pages(n: int, tp: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((LAYERS, n, tp * ELEMS)).astype(np.float32)
 
 
-@pytest.mark.parametrize("staged", [False, True])
+def random_places(sizes: Sequence[int]) -> list[list[int]]:
+    """Pages for adapters of these sizes, half of them in runs."""
+    ids = np.arange(1, PAGES)
+    np.random.default_rng(0).shuffle(ids[::2])
+    return [part.tolist() for part in np.split(ids, np.cumsum(sizes))[: len(sizes)]]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("size", SIZES)
-def test_pages_come_to_their_places_and_others_stay(size: int, tp: int, staged: bool) -> None:
-    transfer, pool = make_transfer(tp, staged)
-    ids = np.random.default_rng(size).permutation(np.arange(1, PAGES))[:size].tolist()
+def test_pages_come_to_their_places_and_others_stay(size: int, tp: int, way: Way) -> None:
+    transfer, pool = make_transfer(tp, way)
+    [ids] = random_places([size])
     pages = random_pages(size, tp, seed=size)
-    [copy] = transfer.stage([transfer.host_copy(pages)], [ids])
+    want = np.zeros(pool.shape, np.float32)
+    [copy] = transfer.stage(pool, [transfer.host_copy(pages)], [ids])
     copy.wait()
     assert copy.is_ready()
-    want = np.asarray(pool).copy()
     want[:, ids] = pages
-    np.testing.assert_array_equal(np.asarray(transfer.write(pool, [copy])), want)
+    np.testing.assert_array_equal(np.asarray(transfer.write(pool, copy)), want)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_several_adapters_travel_together(tp: int, compiled: bool) -> None:
-    """Those of one size at one call, where that is compiled already; else, and others, one by one."""
-    transfer, pool = make_transfer(tp, staged=True)
-    sizes = [3, 8, *[5] * 7, 3]
-    ids = np.random.default_rng(0).permutation(np.arange(1, PAGES))
-    places = [part.tolist() for part in np.split(ids, np.cumsum(sizes))[: len(sizes)]]
-    pages = [random_pages(n, tp, seed=i) for i, n in enumerate(sizes)]
-    copies = [transfer.host_copy(p) for p in pages]
-    if compiled:
-        transfer._compile_together(5)
-    want = np.asarray(pool).copy()
-    calls = []
-    for group in transfer.groups(transfer.stage(copies, places)):
-        pool = transfer.write(pool, group)
-        calls.append((len(group[0].ids), len(group)))
-    for place, own in zip(places, pages, strict=True):
-        want[:, place] = own
+def test_several_adapters_travel_together(tp: int, way: Way) -> None:
+    transfer, pool = make_transfer(tp, way)
+    places = random_places([3, 8, 5])
+    pages = [random_pages(len(ids), tp, seed=len(ids)) for ids in places]
+    want = np.zeros(pool.shape, np.float32)
+    copies = transfer.stage(pool, [transfer.host_copy(p) for p in pages], places)
+    for copy, ids, own in zip(copies, places, pages, strict=True):
+        while not copy.is_ready():
+            pass
+        copy.wait()
+        pool = transfer.write(pool, copy)
+        want[:, ids] = own
     np.testing.assert_array_equal(np.asarray(pool), want)
-    assert sum(size * n for size, n in calls) == sum(sizes)
-    if compiled:
-        assert [n for size, n in calls if size == 5] == [4, 2, 1]
 
 
 def test_adapters_of_one_size_share_a_program_which_their_host_copy_compiles() -> None:
-    transfer, _ = make_transfer(1, staged=True)
+    transfer, _ = make_transfer(1, "staged")
     for seed, size in enumerate((5, 70, 5)):
         transfer.host_copy(random_pages(size, 1, seed))
-    assert {(5, 1), (70, 1)} <= transfer._writers.keys()
-    assert {size for size, _ in transfer._writers} == {5, 70}
+    assert sorted(transfer._writers) == [5, 70]
+    direct, _ = make_transfer(1, "direct")
+    direct.host_copy(random_pages(5, 1, 0))
+    assert not direct._writers
 
 
-def test_where_pages_are_staged_the_host_copy_is_pinned_and_its_own() -> None:
-    transfer, _ = make_transfer(1, staged=True)
+@pytest.mark.parametrize("way", ["staged", "direct"])
+def test_where_adapters_are_copied_beside_steps_the_host_copy_is_pinned_and_its_own(way: Way) -> None:
+    transfer, _ = make_transfer(1, way)
     pages = random_pages(5, 1, seed=0)
     copy = transfer.host_copy(pages)
     assert isinstance(copy.pages, jax.Array)
@@ -85,6 +139,46 @@ def test_where_pages_are_staged_the_host_copy_is_pinned_and_its_own() -> None:
 
 
 def test_where_nothing_is_staged_the_host_copy_takes_no_memory() -> None:
-    transfer, _ = make_transfer(1, staged=False)
+    transfer, _ = make_transfer(1, "write")
     pages = random_pages(5, 1, seed=0)
     assert np.shares_memory(np.asarray(transfer.host_copy(pages).pages), pages)
+
+
+def test_pages_in_a_row_are_one_copy() -> None:
+    dma = FakeDma()
+    transfer, pool = make_transfer(1, "direct", [dma])
+    transfer.stage(pool, [transfer.host_copy(random_pages(6, 1, 0))], [[5, 6, 7, 2, 9, 10]])
+    assert [c["rows"] for c in dma.begun] == [3, 1, 2]
+
+
+@pytest.mark.parametrize("nth", range(1, 8))
+def test_where_a_copy_cannot_begin_none_of_its_transfer_goes_on(nth: int) -> None:
+    """Their pages are given back, and become others'."""
+    dma = FakeDma()
+    dma.fails_at = nth
+    transfer, pool = make_transfer(1, "direct", [dma])
+    copies = [transfer.host_copy(random_pages(3, 1, seed)) for seed in range(3)]
+    places = [[1, 2, 3], [5, 7, 9], [11, 12, 14]]
+    if nth <= 6:
+        with pytest.raises(cuda_dma.CudaCopyError, match="told to fail"):
+            transfer.stage(pool, copies, places)
+        assert dma.done == len(dma.begun)
+    else:
+        transfer.stage(pool, copies, places)
+
+
+def test_a_copy_that_failed_says_so_when_it_is_taken() -> None:
+    class Broken(FakeEvent):
+        def is_done(self) -> bool:
+            raise cuda_dma.CudaCopyError("CUDA error 719")
+
+        wait: Any = is_done
+
+    dma = FakeDma()
+    dma.event = lambda: Broken(dma, 0)  # type: ignore[method-assign]
+    transfer, pool = make_transfer(1, "direct", [dma])
+    [copy] = transfer.stage(pool, [transfer.host_copy(random_pages(3, 1, 0))], [[1, 2, 3]])
+    assert copy.is_ready()
+    with pytest.raises(cuda_dma.CudaCopyError, match="719"):
+        copy.wait()
+    copy.leave_pages()  # it is over

@@ -1,0 +1,164 @@
+"""Copies from pinned host memory straight into arrays on a CUDA device, beside the steps that run there.
+
+JAX begins a copy to the device only when all computations that were launched before have ended, and a step's
+input waits behind the copies that were begun before it. So adapters that are loaded with `jax.device_put`
+make steps longer by nearly the time that they take (measured on an H200: docs/architecture.md). A copy on a
+stream of its own waits for nothing, and nothing for it. This file calls the CUDA driver (libcuda, which JAX
+itself runs on) for it, through ctypes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+_NON_BLOCKING = 1  # a stream that does not wait for the default one
+_NO_TIMING = 2
+_HOST, _DEVICE = 1, 2  # CUmemorytype
+_NOT_READY = 600
+
+
+class _Side(ctypes.Structure):
+    """One side of CUDA_MEMCPY3D: rows of `pitch` bytes, `height` of them a slice."""
+
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("x", "y", "z", "level")),
+        ("memory", ctypes.c_uint),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("reserved", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class _Copy3D(ctypes.Structure):
+    """CUDA_MEMCPY3D."""
+
+    _fields_ = (
+        ("source", _Side),
+        ("target", _Side),
+        *((name, ctypes.c_size_t) for name in ("width", "rows", "slices")),
+    )
+
+
+class CudaCopyError(RuntimeError):
+    """The CUDA driver refused a call, or a copy failed; the text is the driver's."""
+
+
+class CudaEvent:
+    """A point in a stream."""
+
+    def __init__(self, dma: CudaDma) -> None:
+        self._dma, self._handle = dma, ctypes.c_void_p()
+        with dma.current():
+            _check(_driver().cuEventCreate(ctypes.byref(self._handle), _NO_TIMING))
+            _check(_driver().cuEventRecord(self._handle, dma.stream))
+
+    def is_done(self) -> bool:
+        """Whether all before it is done; raises CudaCopyError where that failed."""
+        with self._dma.current():
+            status = _driver().cuEventQuery(self._handle)
+        if status != _NOT_READY:
+            _check(status)
+        return bool(status == 0)
+
+    def wait(self) -> None:
+        """Until it is done; raises CudaCopyError where that failed."""
+        with self._dma.current():
+            _check(_waiting_driver().cuEventSynchronize(self._handle))
+
+    def __del__(self) -> None:
+        if self._handle:
+            with self._dma.current():
+                _driver().cuEventDestroy_v2(self._handle)
+
+
+class CudaDma:
+    """A stream of copies to one device, in the context that JAX uses. One thread at a time."""
+
+    def __init__(self, device: jax.Device) -> None:
+        driver, ordinal = _driver(), ctypes.c_int()
+        self._context, self.stream = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuInit(0))
+        _check(driver.cuDeviceGet(ctypes.byref(ordinal), device.local_hardware_id))
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), ordinal))
+        with self.current():
+            _check(driver.cuStreamCreate(ctypes.byref(self.stream), _NON_BLOCKING))
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Calls are made in this device's context."""
+        _check(_driver().cuCtxPushCurrent_v2(self._context))
+        try:
+            yield
+        finally:
+            _check(_driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
+
+    def copy(
+        self,
+        source: int,
+        target: int,
+        *,
+        slices: int,
+        rows: int,
+        row_bytes: int,
+        source_rows: int,
+        target_rows: int,
+    ) -> None:
+        """Begin to copy target[z, y] = source[z, y] for z < slices, y < rows; returns at once.
+
+        `source` (pinned host memory) and `target` (the device's) are addresses of their first row; a slice of
+        theirs has `source_rows` and `target_rows` rows of `row_bytes`.
+        """
+        copy = _Copy3D(width=row_bytes, rows=rows, slices=slices)
+        copy.source.memory, copy.source.host = _HOST, source
+        copy.target.memory, copy.target.device = _DEVICE, target
+        copy.source.pitch = copy.target.pitch = row_bytes
+        copy.source.height, copy.target.height = source_rows, target_rows
+        with self.current():
+            _check(_driver().cuMemcpy3DAsync_v2(ctypes.byref(copy), self.stream))
+
+    def event(self) -> CudaEvent:
+        """When the copies that were begun so far are done."""
+        return CudaEvent(self)
+
+
+def is_available(device: jax.Device) -> bool:
+    """Whether a device is CUDA's, and its driver is found."""
+    if not device.client.platform_version.startswith("cuda"):
+        return False
+    try:
+        _driver()
+    except OSError:
+        return False
+    return True
+
+
+def address(array: jax.Array) -> int:
+    """Of an array on one device, in its memory or pinned on the host."""
+    return int(array.unsafe_buffer_pointer())
+
+
+@functools.cache
+def _driver() -> Any:
+    """For calls that return at once: they keep the interpreter's lock."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@functools.cache
+def _waiting_driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise CudaCopyError(f"CUDA error {status}: {(text.value or b'unknown').decode()}")

@@ -47,7 +47,10 @@ class TenantOrder(Order, Protocol):
 
 
 class RankHeap:
-    """A set of sequences that knows the one of least rank. What is discarded is dropped when it is met."""
+    """A set of sequences that knows the one of least rank.
+
+    What is discarded is dropped when it is met, or with many others, or with the last member.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], Sequence]] = []
@@ -72,7 +75,7 @@ class RankHeap:
             return
         self._present[sequence] = False
         self._dropped += 1
-        if self._dropped > 64 + len(self._heap) // 2:
+        if self._dropped > 64 + len(self._heap) // 2 or self._dropped == len(self._heap):
             self._heap = [entry for entry in self._heap if self._present[entry[1]]]
             heapq.heapify(self._heap)
             self._present = {entry[1]: True for entry in self._heap}

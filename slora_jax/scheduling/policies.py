@@ -47,8 +47,9 @@ class TenantOrder(Order, Protocol):
 
 
 class RankHeap:
-    """A set of sequences that knows the one of least rank. What is discarded is dropped when it is met, or with
-    many others, or with the last member.
+    """A set of sequences that knows the one of least rank.
+
+    What is discarded is dropped when it is met, or with many others, or with the last member.
     """
 
     def __init__(self) -> None:

@@ -149,6 +149,7 @@ class AdapterTransfer:
         if dma is None and self._pinned_host is not None and cuda_dma.is_available(device):
             dma = [cuda_dma.CudaDma(each) for each in mesh.devices.flat]
         self._dma = dict(zip(mesh.devices.flat, dma, strict=True)) if dma is not None else None
+        jax.block_until_ready(pool)  # what fills it at the start must not come after a copy
         if self.stages and self._dma is None:
             logger.warning(
                 "%s copies adapters between steps, not beside them: steps are longer while some are loaded",
@@ -177,8 +178,7 @@ class AdapterTransfer:
             self._writer(pages.shape[1])
         if self._pinned_host is None:
             return HostCopy(pages)
-        pinned = jax.device_put(np.ascontiguousarray(pages), self._pinned_host, may_alias=False)
-        return HostCopy(jax.block_until_ready(pinned))
+        return HostCopy(jax.block_until_ready(jax.device_put(np.ascontiguousarray(pages), self._pinned_host)))
 
     def stage(
         self, pool: jax.Array, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.soak import Checkpoint, Soak, traced
+from tests.engine.simulated_runner import SimulatedRunner
 
 
 def test_half_a_minute_of_traffic_leaves_nothing_behind() -> None:
@@ -44,16 +45,16 @@ def test_a_request_that_is_kept_is_noticed() -> None:
     assert kept
 
 
-def test_a_wrong_token_is_noticed() -> None:
+def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     soak = Soak(minutes=0.5, seed=1, checkpoint_minutes=0.25)
-    write: Any = soak.engine._runner.write_adapter
+    write: Any = SimulatedRunner.write_adapter
 
-    def nothing_written(staged: Any) -> None:
+    def nothing_written(runner: SimulatedRunner, copy: Any) -> None:
         """The adapter's pages keep what they held before, once in a while."""
         if soak.counts["steps"] < 300:
-            write(staged)
+            write(runner, copy)
 
-    soak.engine._runner.write_adapter = nothing_written  # type: ignore[method-assign]
+    monkeypatch.setattr(SimulatedRunner, "write_adapter", nothing_written)
     with pytest.raises((AssertionError, TypeError)):
         soak.run()
 

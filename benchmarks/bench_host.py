@@ -1,4 +1,4 @@
-"""What the host does for a step of Llama-3-8B on a Hopper GPU, in ms of its thread's CPU time, on any machine.
+"""What the host does for a step of Llama-3-8B on a Hopper GPU, in ms of its thread's CPU time.
 
     python -m benchmarks.bench_host [--record]
 
@@ -20,13 +20,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import slora_jax.engine
 import slora_jax.runner
 from benchmarks.record import record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
-from slora_jax.batch import StepShape
+from slora_jax.batch import BatchBuilder, StepShape
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
@@ -51,7 +53,7 @@ MODEL = ModelConfig(
 )
 PARTS = {  # of a step: the method that does it
     "schedule": (Engine, "_schedule"),
-    "build": (slora_jax.runner.BatchBuilder, "build"),
+    "build": (BatchBuilder, "build"),
     "launch": (ModelRunner, "launch"),
     "collect": (Engine, "_collect"),
     "step": (Engine, "_step"),
@@ -60,7 +62,7 @@ PARTS = {  # of a step: the method that does it
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    tokens: np.ndarray
+    tokens: jax.Array
     logits: None = None
 
 
@@ -68,13 +70,15 @@ class HostRunner(ModelRunner):
     """A ModelRunner whose programs and copies are stand-ins."""
 
     def __init__(self, model_config: ModelConfig, *args: Any) -> None:
-        stand_ins = dict.fromkeys(("_fuse", "Llama", "ProgramBuilder", "AdapterTransfer"), mock.MagicMock())
+        stand_ins: dict[str, Any] = dict.fromkeys(
+            ("_fuse", "Llama", "ProgramBuilder", "AdapterTransfer"), mock.MagicMock()
+        )
         stand_ins |= {"select_backend": lambda *_: MOSAIC, "_initial_state": lambda *_: (None, None)}
         with mock.patch.multiple(slora_jax.runner, **stand_ins):
             super().__init__(model_config, *args)
 
-    stages_adapters = False  # type: ignore[assignment]
-    pinned_host_limit = copy_bytes_per_s = None  # type: ignore[assignment]
+    stages_adapters = False
+    pinned_host_limit = copy_bytes_per_s = None
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         return HostCopy(())
@@ -86,7 +90,7 @@ class HostRunner(ModelRunner):
         pass
 
     def program(self, shape: StepShape) -> Any:
-        output = _Output(np.full(shape.rows, 7, np.int32))
+        output = _Output(jnp.full(shape.rows, 7, jnp.int32))
         return lambda pool, slots, packed: (pool, slots, output)
 
 
@@ -94,7 +98,7 @@ class Clock:
     """Seconds of CPU time that each of PARTS takes, while it is entered."""
 
     def __enter__(self) -> Self:
-        self.spent: collections.Counter[str] = collections.Counter()
+        self.spent: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._patches = [
             mock.patch.object(owner, method, self._timed(part, getattr(owner, method)))
             for part, (owner, method) in PARTS.items()
@@ -144,7 +148,8 @@ def requests(engine: Engine, adapters: int, mixed: bool) -> Iterator[None]:
         length = JOIN_EVERY * (1 + i // JOINING % (BATCH // JOINING)) if mixed and i < BATCH else None
         length = length or (JOIN_EVERY * BATCH // JOINING if mixed else 4096)
         params = SamplingParams(max_tokens=length, temperature=0.8, seed=i, ignore_eos=True)
-        yield engine.add_request(prompt, f"a{i % adapters}" if adapters else None, params) and None
+        engine.add_request(prompt, f"a{i % adapters}" if adapters else None, params)
+        yield
 
 
 def steps(adapters: int, mixed: bool, count: int) -> dict[str, list[float]]:

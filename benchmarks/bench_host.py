@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 from unittest import mock
 
@@ -66,6 +67,11 @@ class _Output:
     logits: None = None
 
 
+@functools.cache
+def _output(rows: int) -> _Output:
+    return _Output(jnp.full(rows, 7, jnp.int32))
+
+
 class HostRunner(ModelRunner):
     """A ModelRunner whose programs and copies are stand-ins."""
 
@@ -90,7 +96,7 @@ class HostRunner(ModelRunner):
         pass
 
     def program(self, shape: StepShape) -> Any:
-        output = _Output(jnp.full(shape.rows, 7, jnp.int32))
+        output = _output(shape.rows)
         return lambda pool, slots, packed: (pool, slots, output)
 
 
@@ -174,14 +180,14 @@ def steps(adapters: int, mixed: bool, count: int) -> dict[str, list[float]]:
     return times
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table; with --record, also to benchmarks/results/cpu.jsonl."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each case (default 200)")
     parser.add_argument("--record", action="store_true", help="add the figures to results/cpu.jsonl")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     print("".join(f"{name:>10}" for name in ("adapters", "mixed", *PARTS)))
     for adapters in (0, BATCH):
         for mixed in (False, True):

@@ -177,6 +177,7 @@ def steps(adapters: int, mixed: bool, count: int) -> dict[str, list[float]]:
             engine.step()
             for part, spent in times.items():
                 spent.append(1e3 * clock.spent[part])
+    gc.unfreeze()
     return times
 
 

@@ -145,13 +145,23 @@ class PackedStep:
     shape: StepShape
     words: np.ndarray  # i32[packed_size]
     view: Mapping[str, np.ndarray]  # of each of the shape's fields
+    padding: np.ndarray  # i32[...] what the words before the LoRA work list are where nothing is put
     lora: Mapping[str, np.ndarray]  # the work list that was written to it
 
     @classmethod
-    def of(cls, shape: StepShape) -> PackedStep:
-        """A new one, to be filled."""
+    def of(cls, shape: StepShape, no_slot: int) -> PackedStep:
+        """A new one, all padding."""
         words = np.zeros(shape.packed_size, np.int32)
-        return cls(shape, words, _views(words, shape), {})
+        view = _views(words, shape)
+        for name in ("token_page", "tile_seq", "num_logprobs"):
+            view[name][:] = -1
+        for name in ("token_slot", "sample_slot", "reset_slot"):
+            view[name][:] = no_slot
+        for name in ("top_p", "repetition_penalty"):
+            view[name][:] = 1
+        view["bias_row"][:] = shape.rows
+        without_lora = dataclasses.replace(shape, lora=()).packed_size
+        return cls(shape, words, view, words[:without_lora].copy(), {})
 
     @property
     def wants_logprobs(self) -> bool:
@@ -166,13 +176,16 @@ class _Steps:
     may be under way, and on a CPU there is none, the step reads the host's memory itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, no_slot: int) -> None:
+        self._no_slot = no_slot
         self._read: dict[StepShape, collections.deque[tuple[PackedStep, Any]]] = {}
 
     def take(self, shape: StepShape) -> PackedStep:
         """One of a step that is done, or a new one."""
         read = self._read.get(shape)
-        return read.popleft()[0] if read and read[0][1].is_ready() else PackedStep.of(shape)
+        if read and read[0][1].is_ready():
+            return read.popleft()[0]
+        return PackedStep.of(shape, self._no_slot)
 
     def give(self, step: PackedStep, output: jax.Array) -> None:
         """It was launched, and `output` is of its results."""
@@ -219,10 +232,8 @@ class BatchBuilder:
     ) -> None:
         self._layout, self._backend, self._buckets = layout, backend, buckets
         self._merged = merged
-        self._no_slot = buckets.max_batch_size
         self._slots = SlotTable(buckets.max_batch_size, buckets.pages[-1])
-        self._steps = _Steps()
-        self._blank: dict[StepShape, np.ndarray] = {}
+        self._steps = _Steps(no_slot=buckets.max_batch_size)
         self._lora_groups: tuple[int, ...] = ()
         self._kept_lora: _KeptLora | None = None
 
@@ -265,8 +276,7 @@ class BatchBuilder:
     def _pack(self, plan: StepPlan, rows: _Rows, step: PackedStep, bias: list[_Bias]) -> None:
         """All but the LoRA work list."""
         view, decodes = step.view, step.shape.decode_rows
-        blank = self._blank_words(step.shape)
-        step.words[: len(blank)] = blank
+        step.words[: len(step.padding)] = step.padding
         self._put_decodes(view, plan.decodes, rows)
         token, tile = decodes, 0
         for index, chunk in enumerate(plan.prefills):
@@ -281,22 +291,6 @@ class BatchBuilder:
             of_chunk, *entries = zip(*bias, strict=True)
             view["bias_row"][: len(bias)] = row[list(of_chunk)]
             view["bias_token"][: len(bias)], view["bias_value"][: len(bias)] = entries
-
-    def _blank_words(self, shape: StepShape) -> np.ndarray:
-        """What a step's words before its LoRA work list are where nothing is put: all padding."""
-        plain = dataclasses.replace(shape, lora=(), lora_groups=())
-        found = self._blank.get(plain)
-        if found is None:
-            found = self._blank[plain] = np.zeros(plain.packed_size, np.int32)
-            view = _views(found, plain)
-            for name in ("token_page", "tile_seq", "num_logprobs"):
-                view[name][:] = -1
-            for name in ("token_slot", "sample_slot", "reset_slot"):
-                view[name][:] = self._no_slot
-            for name in ("top_p", "repetition_penalty"):
-                view[name][:] = 1
-            view["bias_row"][:] = shape.rows
-        return found
 
     def _put_decodes(self, view: Mapping[str, np.ndarray], chunks: list[Chunk], rows: _Rows) -> None:
         """Single tokens, a row each."""

@@ -34,6 +34,8 @@ FIELDS = 13
 # item's blocks were all of that module, of A (3), of B (3).
 ROW, FIRST, END, ENDS, PAGES, A, B = 0, 1, 2, 3, 6, 7, 10
 
+_Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # rank blocks, a_start, b_start by module
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ def lora_work_needed(
     most_tiles: int | None = None,
 ) -> tuple[int, int, int]:
     """The smallest (nd, nt, lp) that hold this batch, with nt at most `most_tiles`; see build_lora_work."""
-    counts = _counts(adapters)
+    counts = _counts(*_kinds(adapters))
     windows = _windows(np.asarray(token_adapter, np.int32), counts, decode_rows, most_tiles)
     nd, nt = (int(counts[w.adapter].sum(0).max(initial=0)) for w in windows)
     return nd, nt, sum(len(a[0]) for a in adapters)
@@ -102,21 +104,21 @@ def build_lora_work(
         return out
     out["pages"][: lengths.sum()] = np.concatenate([a[0] for a in adapters])
     page_base = np.cumsum(lengths) - lengths
-    sizes = (tuple(a_chunks), tuple(b_chunks))
-    plans = [_adapter_items(tuple(b), tuple(a0), tuple(b0), *sizes) for _, b, a0, b0 in adapters]
-    windows = _windows(token_adapter, _counts(adapters), decode_rows, nt)
+    kind, kinds = _kinds(adapters)
+    plans = [_adapter_items(*tables, tuple(a_chunks), tuple(b_chunks)) for tables in kinds]
+    windows = _windows(token_adapter, _counts(kind, kinds), decode_rows, nt)
     for group in range(len(MODULE_GROUPS)):
         tables = [plan[group] for plan in plans]
         counts = np.array([len(table) for table in tables])
         table, start = np.concatenate(tables), np.cumsum(counts) - counts
         for name, window in zip(("decode", "tiles"), windows, strict=True):
-            times = counts[window.adapter]
+            times = counts[kind[window.adapter]]
             if name == "decode" and times.sum() > nd:
                 raise ValueError(f"nd={nd} is too small: need {times.sum()}")
             which = np.repeat(np.arange(len(times)), times)
             nth = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
             adapter = window.adapter[which]
-            rows = table[start[adapter] + nth]
+            rows = table[start[kind[adapter]] + nth]
             place = np.argsort(-rows[:, 2], kind="stable")  # the largest first: the last to finish are small
             items = out[name][group, : len(which)]
             items[:, ROW], items[:, FIRST] = window.row[which][place], window.first[which][place]
@@ -125,10 +127,20 @@ def build_lora_work(
     return out
 
 
-def _counts(adapters: Sequence[AdapterBlocks]) -> np.ndarray:
+def _kinds(adapters: Sequence[AdapterBlocks]) -> tuple[np.ndarray, list[_Tables]]:
+    """Which of a few kinds each adapter is: all of the same blocks have the same items, on other pages."""
+    numbers: dict[_Tables, int] = {}
+    kind = [numbers.setdefault((tuple(b), tuple(a0), tuple(b0)), len(numbers)) for _, b, a0, b0 in adapters]
+    return np.array(kind, np.int64), list(numbers)
+
+
+def _counts(kind: np.ndarray, kinds: list[_Tables]) -> np.ndarray:
     """Items of a window of each adapter's tokens by group of modules: int64 [n + 1, 4]; the last: of none."""
-    none = (0,) * len(MODULE_GROUPS)
-    return np.array([*(_item_counts(tuple(blocks)) for _, blocks, _, _ in adapters), none], np.int64)
+    counts = np.array(
+        [*(_item_counts(blocks) for blocks, _, _ in kinds), (0,) * len(MODULE_GROUPS)], np.int64
+    )
+    of_adapters: np.ndarray = counts[np.append(kind, -1)]
+    return of_adapters
 
 
 def _windows(

@@ -8,6 +8,7 @@ of the longest sequence, n prefill tiles, K bias entries.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -20,17 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from slora_jax.lora.store import Adapter
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, LoraShape
-from slora_jax.request import Sequence, seed_words
 from slora_jax.sampling import SamplingRows
 from slora_jax.scheduling.scheduler import Chunk, StepPlan
+from slora_jax.slots import SAMPLING_FIELDS, SlotTable, number_adapters
 
 Field = tuple[tuple[int, ...], np.dtype]
-Bias = list[tuple[int, float]]  # (token, what is added to its logit)
+_Bias = tuple[int, int, float]  # chunk of the plan, token, what is added to its logit
 _ALIGNMENT = 64  # words: GPU kernels take inputs that begin at multiples of 256 bytes
 _GROUP_MODULES = tuple(tuple(MODULES.index(m) for m in group) for group in GROUPS)
+_KEPT_SHAPES = 8  # whose inputs' memory is kept; each is up to megabytes
 _LORA = "lora."  # before the names of the work list's arrays
 _I, _F, _U = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint32)
 
@@ -120,15 +121,6 @@ class StepBatch:
 
 
 _SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingRows))
-_REQUEST_FIELDS = (  # of SamplingRows that SamplingParams has under the same name
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _OWN_FIELDS = tuple(f.name for f in dataclasses.fields(StepBatch) if f.name not in ("sampling", "lora"))
 
 
@@ -146,6 +138,89 @@ def unpack(packed: jax.Array, shape: StepShape, lora_work: type[Any]) -> StepBat
     )
 
 
+@dataclasses.dataclass(eq=False)
+class PackedStep:
+    """A step's input in host memory."""
+
+    shape: StepShape
+    words: np.ndarray  # i32[packed_size]
+    view: Mapping[str, np.ndarray]  # of each of the shape's fields
+    padding: np.ndarray  # i32[...] what the words before the LoRA work list are where nothing is put
+    lora: Mapping[str, np.ndarray]  # the work list that was written to it
+
+    @classmethod
+    def of(cls, shape: StepShape, no_slot: int) -> PackedStep:
+        """A new one, all padding."""
+        words = np.zeros(shape.packed_size, np.int32)
+        view = _views(words, shape)
+        for name in ("token_page", "tile_seq", "num_logprobs"):
+            view[name][:] = -1
+        for name in ("token_slot", "sample_slot", "reset_slot"):
+            view[name][:] = no_slot
+        for name in ("top_p", "repetition_penalty"):
+            view[name][:] = 1
+        view["bias_row"][:] = shape.rows
+        without_lora = dataclasses.replace(shape, lora=()).packed_size
+        return cls(shape, words, view, words[:without_lora].copy(), {})
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether a row of it does."""
+        return bool((self.view["num_logprobs"] >= 0).any())
+
+
+class _Steps:
+    """Inputs of steps that are done, to be written again: fresh memory costs a page fault every 4 KB.
+
+    One may be written once the step that read it is done, which its outputs tell: until then its transfer
+    may be under way, and on a CPU there is none, the step reads the host's memory itself.
+    """
+
+    def __init__(self, no_slot: int) -> None:
+        self._no_slot = no_slot
+        self._read: dict[StepShape, collections.deque[tuple[PackedStep, Any]]] = {}
+
+    def take(self, shape: StepShape) -> PackedStep:
+        """One of a step that is done, or a new one."""
+        read = self._read.get(shape)
+        if read and read[0][1].is_ready():
+            return read.popleft()[0]
+        return PackedStep.of(shape, self._no_slot)
+
+    def give(self, step: PackedStep, output: jax.Array) -> None:
+        """It was launched, and `output` is of its results."""
+        read = self._read.pop(step.shape, None) or collections.deque()
+        read.append((step, output))
+        self._read[step.shape] = read  # the last one now
+        if len(self._read) > _KEPT_SHAPES:
+            del self._read[next(iter(self._read))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """A plan's chunks, decodes first."""
+
+    decodes: int  # how many
+    slot: np.ndarray  # i64[chunks], like the others
+    start: np.ndarray
+    count: np.ndarray
+    samples: np.ndarray  # bool
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _Rows:
+        fields = zip(*((c.sequence.slot, c.start, c.count, c.samples) for c in plan), strict=True)
+        return cls(len(plan.decodes), *map(np.array, fields))
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeptLora:
+    """A LoRA work list, and what it was made for."""
+
+    made_for: tuple[Any, ...]
+    shape: StepShape
+    arrays: Mapping[str, np.ndarray]
+
+
 class BatchBuilder:
     """Writes plans into packed arrays. Reads sequences, owns nothing of theirs.
 
@@ -157,8 +232,10 @@ class BatchBuilder:
     ) -> None:
         self._layout, self._backend, self._buckets = layout, backend, buckets
         self._merged = merged
-        self._slots = buckets.max_batch_size
+        self._slots = SlotTable(buckets.max_batch_size, buckets.pages[-1])
+        self._steps = _Steps(no_slot=buckets.max_batch_size)
         self._lora_groups: tuple[int, ...] = ()
+        self._kept_lora: _KeptLora | None = None
 
     def expect(self, lora_groups: Iterable[int]) -> tuple[int, ...]:
         """Steps with adapters compute LoRA for these groups of modules from now on; all of them so far.
@@ -168,81 +245,73 @@ class BatchBuilder:
         self._lora_groups = tuple(sorted({*self._lora_groups, *lora_groups}))
         return self._lora_groups
 
-    def build(self, plan: StepPlan) -> tuple[StepShape, np.ndarray]:
-        """A plan's shape and packed input i32[packed_size], once `Scheduler.schedule` has committed it."""
-        bias = [_bias(c.sequence) if c.samples else [] for c in plan]
+    def launched(self, step: PackedStep, output: jax.Array) -> None:
+        """The step was launched: when `output`, one of its results, is ready, its memory is used again."""
+        self._steps.give(step, output)
+
+    def build(self, plan: StepPlan) -> PackedStep:
+        """A plan's packed input, once `Scheduler.schedule` has committed it."""
+        chunks = list(plan)
+        self._slots.update(c.sequence for c in chunks)
+        rows = _Rows.of(plan)
+        bias = self._bias(chunks, rows)
         shape = self._buckets.fit(
             decodes=len(plan.decodes),
             prefill_tokens=sum(c.count for c in plan.prefills),
             prefill_seqs=len(plan.prefills),
-            pages=max(len(c.sequence.pages) for c in plan),
-            bias=sum(map(len, bias)),
+            pages=max(len(c.sequence.pages) for c in chunks),
+            bias=len(bias),
         )
         lora: Mapping[str, np.ndarray] = {}
-        if not self._merged and any(c.sequence.adapter is not None for c in plan):
-            token_adapter, adapters = self._adapters(plan, shape)
-            planner, bounds = self._backend.planner, self._buckets.lora_shape(shape)
-            needs = planner.needs(token_adapter, adapters, bounds)
-            groups = self.expect(
-                g for g, modules in enumerate(_GROUP_MODULES) if _targeted(adapters, modules)
-            )
-            shape = self._buckets.with_lora(shape, needs, groups)
-            lora = planner.build(token_adapter, adapters, self._buckets.lora_sizes(needs, bounds), bounds)
-        return shape, self._pack(plan, shape, bias, lora)
+        if not self._merged and self._slots.generation[rows.slot].any():
+            shape, lora = self._lora(rows, shape)
+        step = self._steps.take(shape)
+        self._pack(plan, rows, step, bias)
+        if step.lora is not lora:
+            for name, array in lora.items():
+                step.view[_LORA + name][...] = array
+            step.lora = lora
+        return step
 
-    def _pack(
-        self, plan: StepPlan, shape: StepShape, bias: list[Bias], lora: Mapping[str, np.ndarray]
-    ) -> np.ndarray:
-        packed = np.zeros(shape.packed_size, np.int32)
-        view = _views(packed, shape)
-        for name in ("token_page", "tile_seq"):
-            view[name][:] = -1
-        for name in ("token_slot", "sample_slot", "reset_slot"):
-            view[name][:] = self._slots
-        for name in ("top_p", "repetition_penalty"):
-            view[name][:] = 1
-        view["num_logprobs"][:] = -1
-        view["bias_row"][:] = shape.rows
-        self._put_decodes(view, plan.decodes)
-        token, tile = shape.decode_rows, 0
+    def _pack(self, plan: StepPlan, rows: _Rows, step: PackedStep, bias: list[_Bias]) -> None:
+        """All but the LoRA work list."""
+        view, decodes = step.view, step.shape.decode_rows
+        step.words[: len(step.padding)] = step.padding
+        self._put_decodes(view, plan.decodes, rows)
+        token, tile = decodes, 0
         for index, chunk in enumerate(plan.prefills):
             self._put_chunk(view, chunk, token, view["prefill_pages"][index])
-            tile = self._put_tiles(view, chunk, index, token - shape.decode_rows, tile)
+            tile = self._put_tiles(view, chunk, index, token - decodes, tile)
             token += chunk.count
-            view["sample_token"][shape.decode_rows + index] = token - 1
-        rows = [*enumerate(plan.decodes), *enumerate(plan.prefills, shape.decode_rows)]
-        self._put_rows(view, rows)
-        entries = [(row, *entry) for (row, _), of_row in zip(rows, bias, strict=True) for entry in of_row]
-        if entries:
-            for name, values in zip(
-                ("bias_row", "bias_token", "bias_value"), zip(*entries, strict=True), strict=True
-            ):
-                view[name][: len(entries)] = values
-        for name, array in lora.items():
-            view[_LORA + name][...] = array
-        return packed
+            view["sample_token"][decodes + index] = token - 1
+        row = np.arange(len(rows.slot))
+        row[len(plan.decodes) :] += decodes - len(plan.decodes)
+        self._put_rows(view, row, rows)
+        if bias:
+            of_chunk, *entries = zip(*bias, strict=True)
+            view["bias_row"][: len(bias)] = row[list(of_chunk)]
+            view["bias_token"][: len(bias)], view["bias_value"][: len(bias)] = entries
 
-    def _put_decodes(self, view: Mapping[str, np.ndarray], chunks: list[Chunk]) -> None:
-        """Single tokens, a row each. A large batch has hundreds, and NumPy costs by the call: lists first."""
-        n, size = len(chunks), self._layout.page_tokens
-        sequences = [c.sequence for c in chunks]
+    def _put_decodes(self, view: Mapping[str, np.ndarray], chunks: list[Chunk], rows: _Rows) -> None:
+        """Single tokens, a row each."""
+        n, table = len(chunks), self._slots
+        slot, start = rows.slot[:n], rows.start[:n]
         view["token_ids"][:n] = [
-            s.tokens[c.start] if c.start < len(s.tokens) else -1
-            for c, s in zip(chunks, sequences, strict=True)
+            s.tokens[c.start] if c.start < len(s.tokens) else -1 for c in chunks for s in (c.sequence,)
         ]
-        view["positions"][:n] = [c.start for c in chunks]
-        view["token_page"][:n] = [c.sequence.pages[c.start // size] for c in chunks]
-        view["token_slot"][:n] = [s.slot for s in sequences]
-        view["prompt_len"][:n] = [s.prompt_len for s in sequences]
+        view["positions"][:n] = start
+        view["token_page"][:n] = table.pages[slot, start // self._layout.page_tokens]
+        view["token_slot"][:n] = slot
+        view["prompt_len"][:n] = table.prompt_len[slot]
         view["sample_token"][:n] = np.arange(n)
-        for table, sequence in zip(view["decode_pages"], sequences, strict=False):  # then padding rows
-            table[: len(sequence.pages)] = sequence.pages
+        pages = view["decode_pages"]
+        table.pages[:, : pages.shape[1]].take(slot, axis=0, out=pages[:n], mode="clip")
 
     def _put_chunk(self, view: Mapping[str, np.ndarray], chunk: Chunk, at: int, table: np.ndarray) -> None:
         """A prompt's tokens from token `at` on, and its sequence's pages into `table` [m]."""
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         span = slice(at, at + chunk.count)
-        table[: len(sequence.pages)] = sequence.pages
+        table[:] = self._slots.pages[sequence.slot, : len(table)]
         positions = np.arange(start, end)
         view["token_ids"][span] = sequence.tokens[start:end]
         view["positions"][span] = positions
@@ -266,48 +335,66 @@ class BatchBuilder:
         view["tile_row"][start:end] = np.repeat(nth * size - starts, lengths) + np.arange(start, end)
         return tile + len(starts)
 
-    def _put_rows(self, view: Mapping[str, np.ndarray], rows: list[tuple[int, Chunk]]) -> None:
+    def _put_rows(self, view: Mapping[str, np.ndarray], row: np.ndarray, rows: _Rows) -> None:
         """How each row that samples is drawn, and which slots' token counts begin anew."""
-        resets = [chunk.sequence.slot for _, chunk in rows if chunk.start == 0]
+        resets = rows.slot[rows.start == 0]
         view["reset_slot"][: len(resets)] = resets
-        sampling = [(row, c.sequence) for row, c in rows if c.samples]
-        if not sampling:
-            return
-        at, sequences = map(list, zip(*sampling, strict=True))
-        params = [s.request.params for s in sequences]
-        view["sample_slot"][at] = [s.slot for s in sequences]
-        for name in _REQUEST_FIELDS:
-            view[name][at] = [getattr(p, name) for p in params]
-        view["seed"][at] = [seed_words(s.seed) for s in sequences]
-        # The plan is committed: a sequence's own token is counted among its outputs.
-        view["position"][at] = [s.num_outputs - 1 for s in sequences]
-        view["num_logprobs"][at] = [-1 if p.logprobs is None else p.logprobs for p in params]
+        at, slot = row[rows.samples], rows.slot[rows.samples]
+        view["sample_slot"][at] = slot
+        request = self._slots.request[slot]
+        for name in SAMPLING_FIELDS:
+            view[name][at] = request[name]
+        view["position"][at] = self._position(rows)[rows.samples]
 
-    def _adapters(self, plan: StepPlan, shape: StepShape) -> tuple[np.ndarray, list[AdapterBlocks]]:
+    def _position(self, rows: _Rows) -> np.ndarray:
+        """Of the token that each row samples, among its sequence's outputs."""
+        position: np.ndarray = rows.start + rows.count - self._slots.prompt_len[rows.slot]
+        return position
+
+    def _bias(self, chunks: list[Chunk], rows: _Rows) -> list[_Bias]:
+        """logit_bias, and a ban of every token that would end a sequence before `min_tokens`."""
+        entries: list[_Bias] = []
+        position = self._position(rows)
+        for index in np.flatnonzero(self._slots.has_bias[rows.slot] & rows.samples).tolist():
+            sequence = chunks[index].sequence
+            params = sequence.request.params
+            entries += [(index, token, bias) for token, bias in params.logit_bias.items()]
+            if position[index] < params.min_tokens:
+                entries += [(index, token, -math.inf) for token in sorted(sequence.stop_ids)]
+        return entries
+
+    def _lora(self, rows: _Rows, shape: StepShape) -> tuple[StepShape, Mapping[str, np.ndarray]]:
+        """A shape with LoRA, and the work list; the last step's where the same sequences are in its rows."""
+        made_for = shape, self._slots.writes, rows.decodes, rows.slot.tobytes(), rows.count.tobytes()
+        kept = self._kept_lora
+        if kept is None or kept.made_for != made_for or kept.shape.lora_groups != self._lora_groups:
+            kept = self._kept_lora = _KeptLora(made_for, *self._new_lora(rows, shape))
+        return kept.shape, kept.arrays
+
+    def _new_lora(self, rows: _Rows, shape: StepShape) -> tuple[StepShape, Mapping[str, np.ndarray]]:
+        token_adapter, adapters = self._adapters(rows, shape)
+        planner, bounds = self._backend.planner, self._buckets.lora_shape(shape)
+        needs = planner.needs(token_adapter, adapters, bounds)
+        groups = self.expect(g for g, modules in enumerate(_GROUP_MODULES) if _targeted(adapters, modules))
+        sizes = self._buckets.lora_sizes(needs, bounds)
+        with_lora = self._buckets.with_lora(shape, needs, groups)
+        return with_lora, planner.build(token_adapter, adapters, sizes, bounds)
+
+    def _adapters(self, rows: _Rows, shape: StepShape) -> tuple[np.ndarray, list[AdapterBlocks]]:
         """Each token's index among the batch's adapters i32[t] (-1: base), and their pages and blocks."""
-        index: dict[int, int] = {}
-        adapters: list[AdapterBlocks] = []
+        index = np.array(number_adapters(self._slots.generation[rows.slot].tolist()), np.int32)
+        _, first = np.unique(index, return_index=True)
+        found = [self._slots.adapters[slot] for slot in rows.slot[first].tolist()]
         token_adapter = np.full(shape.tokens, -1, np.int32)
-        for chunks, at in ((plan.decodes, 0), (plan.prefills, shape.decode_rows)):
-            for chunk in chunks:
-                adapter = chunk.sequence.adapter
-                if adapter is not None:
-                    if adapter.generation not in index:
-                        index[adapter.generation] = len(adapters)
-                        adapters.append(_adapter_blocks(adapter))
-                    token_adapter[at : at + chunk.count] = index[adapter.generation]
-                at += chunk.count
-        return token_adapter, adapters
+        token_adapter[: rows.decodes] = index[: rows.decodes]
+        prompts = np.repeat(index[rows.decodes :], rows.count[rows.decodes :])
+        token_adapter[shape.decode_rows : shape.decode_rows + len(prompts)] = prompts
+        return token_adapter, [blocks for blocks in found if blocks is not None]
 
 
 def _targeted(adapters: list[AdapterBlocks], modules: tuple[int, ...]) -> bool:
     """Whether an adapter has rank blocks of one of these modules."""
     return any(blocks[m] for _, blocks, _, _ in adapters for m in modules)
-
-
-def _adapter_blocks(adapter: Adapter) -> AdapterBlocks:
-    """A resident adapter as the backend's planner takes it."""
-    return np.asarray(adapter.weight_pages, np.int32), *adapter.shape.layout.tables
 
 
 def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
@@ -317,15 +404,6 @@ def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
         views[name] = packed[start : start + size].view(dtype).reshape(dims)
         start += _aligned(size)
     return views
-
-
-def _bias(sequence: Sequence) -> Bias:
-    """logit_bias, and a ban of every token that would end the sequence before `min_tokens`."""
-    params = sequence.request.params
-    entries = list(params.logit_bias.items())
-    if sequence.num_outputs - 1 < params.min_tokens:
-        entries += [(t, -math.inf) for t in sorted(sequence.stop_ids)]
-    return entries
 
 
 @dataclasses.dataclass(frozen=True)

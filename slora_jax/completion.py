@@ -21,24 +21,24 @@ from slora_jax.request import Request, Sequence
 logger = logging.getLogger(__name__)
 
 
-def accept_token(sequence: Sequence, row: int, fetched: Mapping[str, np.ndarray]) -> StreamEvent:
+def accept_token(sequence: Sequence, token: int, row: int, fetched: Mapping[str, np.ndarray]) -> StreamEvent:
     """Append the token that a step sampled for `sequence` in `row` of its outputs, and say what is new.
 
     A token that ends the sequence is in `token_ids`, but not in the text (unless include_stop_str_in_output).
     """
-    token = int(fetched["tokens"][row])
-    request, params = sequence.request, sequence.request.params
+    request = sequence.request
+    params, metrics = request.params, request.metrics
     if token < 0:
         error = _not_finite(request)
         logger.warning("%s", error)
         return end(sequence, "error", error=error)
     sequence.tokens.append(token)
-    outputs = len(sequence.tokens) - sequence.prompt_len
-    request.metrics.num_output_tokens += 1
-    if request.metrics.first_token_time is None:
-        request.metrics.first_token_time = time.monotonic()
-    stopped = token in sequence.stop_ids and outputs > params.min_tokens
-    full = len(sequence.tokens) >= sequence.max_len
+    length = len(sequence.tokens)
+    metrics.num_output_tokens += 1
+    if metrics.first_token_time is None:
+        metrics.first_token_time = time.monotonic()
+    stopped = token in sequence.stop_ids and length - sequence.prompt_len > params.min_tokens
+    full = length >= sequence.max_len
     text = ""
     stop_reason: str | int | None = token if stopped else None
     if sequence.detokenizer is not None:

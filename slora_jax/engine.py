@@ -567,18 +567,18 @@ class Engine:
     def _collect(self, in_flight: InFlight) -> list[StreamEvent]:
         """Wait for a step and hand its tokens to their sequences; those that have ended are passed over."""
         fetched = in_flight.fetch()
-        events = []
-        for row, chunk in in_flight.rows:
+        tokens, counts, events = fetched["tokens"].tolist(), self._counters, []
+        for row, chunk in in_flight.rows:  # hundreds, each step
             sequence = chunk.sequence
             sequence.pending -= 1
             if sequence.finish_reason is not None:
                 continue
-            event = accept_token(sequence, row, fetched)
-            self._counters["output_tokens"] += len(event.token_ids)
+            event = accept_token(sequence, tokens[row], row, fetched)
             if event.token_ids:
+                counts["output_tokens"] += 1
                 self._scheduler.waiting.sampled(sequence)
-                first = len(sequence.tokens) == sequence.prompt_len + len(event.token_ids)
-                self._counters["prompt_tokens"] += sequence.prompt_len * first
+                if len(sequence.tokens) == sequence.prompt_len + 1:
+                    counts["prompt_tokens"] += sequence.prompt_len
             if event.finish_reason is not None:
                 self._release(sequence)
             events.append(event)
@@ -619,7 +619,9 @@ class Engine:
             self._reclaim.costs.measured("prefix", prefilled / self.config.page_tokens, seconds)
         self._counters["steps"] += 1
         self._counters["prefilled_tokens"] += sum(
-            max(0, min(c.start + c.count, c.sequence.prompt_len) - c.start) for c in plan
+            min(c.start + c.count, c.sequence.prompt_len) - c.start
+            for c in plan
+            if c.start < c.sequence.prompt_len
         )
         self._last_step = (seconds, plan.num_tokens)
 

@@ -41,7 +41,7 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # one a token: frozen ones take three times as long to make
 class StreamEvent:
     """New output of one sequence. Concatenating `text` (or `token_ids`) over events gives the whole.
 

@@ -108,6 +108,7 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     cached: list[CachedPage] = dataclasses.field(default_factory=list)
     page_keys: list[bytes] = dataclasses.field(default_factory=list)  # of PrefixCache
+    moved: int = 0  # how often `pages` changed otherwise than by more of them
     num_computed: int = 0
     num_cached: int = 0
     pending: int = 0

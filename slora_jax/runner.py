@@ -133,15 +133,17 @@ class ModelRunner:
                 self._count_cached_tokens(sequence)
         if self._merger is not None:
             self._merger.switch(next(iter(plan)).sequence.adapter, self._pool)
-        shape, words = self._batches.build(plan)
+        step = self._batches.build(plan)
+        shape = step.shape
         self.packed = plan, shape
-        packed = jax.device_put(words, self._sharding())
+        packed = jax.device_put(step.words, self._sharding())
         self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
         if self._device_memory:
             output.tokens.copy_to_host_async()
+        wants_logprobs = step.wants_logprobs
+        self._batches.launched(step, output.tokens)
         rows = [(row, chunk) for row, chunk in _rows(plan, shape) if chunk.samples]
-        logprobs = any(chunk.sequence.request.params.logprobs is not None for _, chunk in rows)
-        return InFlight(rows, output, logprobs)
+        return InFlight(rows, output, wants_logprobs)
 
     @property
     def merges(self) -> int:

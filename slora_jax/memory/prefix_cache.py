@@ -132,6 +132,7 @@ class PrefixCache:
                 self._pool.share([node.page])
                 self._pool.release([sequence.pages[index]])
                 sequence.pages[index] = node.page
+                sequence.moved += 1
             sequence.cached.append(node)
             parent = node
 
@@ -147,6 +148,7 @@ class PrefixCache:
                     self._idle_leaves.push(node)
         self._pool.release(sequence.pages)
         sequence.cached, sequence.pages = [], []
+        sequence.moved += 1
 
     def drop(self, generation: int) -> None:
         """Free what is cached for a generation that no sequence will use again."""

@@ -13,7 +13,7 @@ import pytest
 
 import slora_jax.runner
 from slora_jax import AdapterExistsError, EngineConfig, SamplingParams, UnknownAdapterError
-from slora_jax.batch import StepShape
+from slora_jax.batch import PackedStep, StepShape
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import AdapterTransfer
 from slora_jax.programs import Program
@@ -407,7 +407,7 @@ def test_the_shape_of_another_step_is_never_told_as_the_planned_ones(
     told: list[tuple[StepShape | None, str]] = []
     build, program = runner._batches.build, runner.program
 
-    def building(plan: StepPlan) -> tuple[StepShape, np.ndarray]:
+    def building(plan: StepPlan) -> PackedStep:
         told.append((None, engine.under_way()))
         return build(plan)
 

@@ -29,7 +29,7 @@ import slora_jax.engine
 import slora_jax.runner
 from benchmarks.record import record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
-from slora_jax.batch import BatchBuilder, StepShape
+from slora_jax.batch import BatchBuilder
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
@@ -39,6 +39,7 @@ from slora_jax.memory.sizing import PoolSize
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 from slora_jax.runner import ModelRunner
 from slora_jax.sharding.mesh import make_mesh
+from slora_jax.step_shape import StepShape
 
 BATCH, RANKS, PROMPT_TOKENS, NUM_PAGES = 256, (64, 32, 16, 8), 128, 400_000
 JOIN_EVERY, JOINING = 4, 8  # of mixed batches: steps between prompts, and how many come

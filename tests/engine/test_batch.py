@@ -10,11 +10,12 @@ import numpy as np
 from hypothesis import settings
 
 from slora_jax import SamplingParams
-from slora_jax.batch import BatchBuilder, PackedStep, ShapeBuckets
+from slora_jax.batch import BatchBuilder, PackedStep
 from slora_jax.pallas_kernels.backend import XLA
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 from slora_jax.pallas_kernels.padded_bmm import with_padded_bmm
 from slora_jax.scheduling.scheduler import StepPlan
+from slora_jax.step_shape import ShapeBuckets
 from tests.engine.histories import EngineMachine
 from tests.engine.simulated_engine import VOCAB, engine_with, simulated_engine
 from tests.engine.simulated_runner import BASE, SimulatedInFlight, SimulatedRunner, expected_tokens

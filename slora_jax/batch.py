@@ -75,17 +75,17 @@ def unpack(packed: jax.Array, shape: StepShape, lora_work: type[Any]) -> StepBat
 
 @dataclasses.dataclass(eq=False)
 class PackedStep:
-    """A step's input in host memory."""
+    """A step's input in host memory. Its own until `BatchBuilder.launched`, then the builder's again."""
 
     shape: StepShape
     words: np.ndarray  # i32[packed_size]
-    view: Mapping[str, np.ndarray]  # of each of the shape's fields
-    padding: np.ndarray  # i32[...] what the words before the LoRA work list are where nothing is put
-    lora: Mapping[str, np.ndarray]  # the work list that was written to it
+    view: Mapping[str, np.ndarray]  # the shape's fields, in these words
+    padding: np.ndarray  # i32[w]: the first w words, all before the LoRA work list, where nothing is put
+    lora: Mapping[str, np.ndarray]  # the work list that was written to it, by name without LORA
 
     @classmethod
     def of(cls, shape: StepShape, no_slot: int) -> PackedStep:
-        """A new one, all padding."""
+        """A new one, all padding. `no_slot` is the number behind the last slot."""
         words = np.zeros(shape.packed_size, np.int32)
         view = _views(words, shape)
         for name in ("token_page", "tile_seq", "num_logprobs"):
@@ -104,7 +104,7 @@ class PackedStep:
         return bool((self.view["num_logprobs"] >= 0).any())
 
 
-class _Steps:
+class _InputBuffers:
     """Inputs of steps that are done, to be written again: fresh memory costs a page fault every 4 KB.
 
     One may be written once the step that read it is done, which its outputs tell: until then its transfer
@@ -113,20 +113,21 @@ class _Steps:
 
     def __init__(self, no_slot: int) -> None:
         self._no_slot = no_slot
-        self._read: dict[StepShape, collections.deque[tuple[PackedStep, Any]]] = {}
+        # Launched, the oldest first, each with an output of its step; shapes in the order of their last use.
+        self._read: dict[StepShape, collections.deque[tuple[PackedStep, jax.Array]]] = {}
 
     def take(self, shape: StepShape) -> PackedStep:
         """One of a step that is done, or a new one."""
         read = self._read.get(shape)
-        if read and read[0][1].is_ready():
+        if read and read[0][1].is_ready():  # type: ignore[attr-defined]
             return read.popleft()[0]
         return PackedStep.of(shape, self._no_slot)
 
     def give(self, step: PackedStep, output: jax.Array) -> None:
-        """It was launched, and `output` is of its results."""
+        """It was launched, `output` is one of its results. The shape used least recently is let go."""
         read = self._read.pop(step.shape, None) or collections.deque()
         read.append((step, output))
-        self._read[step.shape] = read  # the last one now
+        self._read[step.shape] = read
         if len(self._read) > _KEPT_SHAPES:
             del self._read[next(iter(self._read))]
 
@@ -168,7 +169,7 @@ class BatchBuilder:
         self._layout, self._backend, self._buckets = layout, backend, buckets
         self._merged = merged
         self._slots = SlotTable(buckets.max_batch_size, buckets.pages[-1])
-        self._steps = _Steps(no_slot=buckets.max_batch_size)
+        self._buffers = _InputBuffers(no_slot=buckets.max_batch_size)
         self._lora_groups: tuple[int, ...] = ()
         self._kept_lora: _KeptLora | None = None
 
@@ -182,10 +183,10 @@ class BatchBuilder:
 
     def launched(self, step: PackedStep, output: jax.Array) -> None:
         """The step was launched: when `output`, one of its results, is ready, its memory is used again."""
-        self._steps.give(step, output)
+        self._buffers.give(step, output)
 
     def build(self, plan: StepPlan) -> PackedStep:
-        """A plan's packed input, once `Scheduler.schedule` has committed it."""
+        """A plan's packed input, once `Scheduler.schedule` has committed it; hand it to `launched` after."""
         chunks = list(plan)
         self._slots.update(c.sequence for c in chunks)
         rows = _Rows.of(plan)
@@ -200,7 +201,7 @@ class BatchBuilder:
         lora: Mapping[str, np.ndarray] = {}
         if not self._merged and self._slots.generation[rows.slot].any():
             shape, lora = self._lora(rows, shape)
-        step = self._steps.take(shape)
+        step = self._buffers.take(shape)
         self._pack(plan, rows, step, bias)
         if step.lora is not lora:
             for name, array in lora.items():

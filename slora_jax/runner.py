@@ -153,7 +153,7 @@ class ModelRunner:
 
     @property
     def stages_adapters(self) -> bool:
-        """Whether an adapter is copied to the device before it is written (not on a CPU)."""
+        """Whether copies of adapters to the device take their time; on a CPU the write is the only copy."""
         return self._transfer.stages
 
     @property

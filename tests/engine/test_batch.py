@@ -129,7 +129,7 @@ def test_memory_is_written_again_once_the_step_that_read_it_is_done() -> None:
 
     builder = engine_with(8, runner=PackingRunner)._runner.kept[0]  # type: ignore[attr-defined]
     shape = builder._buckets.usual(())[0]
-    steps, outputs = builder._steps, [Output(), Output()]
+    steps, outputs = builder._buffers, [Output(), Output()]
     first, second = steps.take(shape), steps.take(shape)
     steps.give(first, outputs[0])
     steps.give(second, outputs[1])

@@ -555,14 +555,18 @@ class Engine:
 
     def _rewind(self) -> None:
         """After a step that broke off: sampled tokens that were not collected are computed again, to the same
-        values. Cannot mend a pool that the device lost; the next step says so.
+        values, and adapters on their way to the device are sent anew. Cannot mend a pool that the device
+        lost; the next step says so.
         """
         self._in_flight = None
-        self._runner.wait()  # the pages that it uses will be others'
-        for request in self._requests.values():
-            for sequence in request.sequences:
-                sequence.pending = 0
-        self._scheduler.preempt_all()
+        try:
+            self._runner.wait()  # the pages that they use will be others'
+        finally:  # also where a second Ctrl-C came meanwhile
+            self._loader.rewind()
+            for request in self._requests.values():
+                for sequence in request.sequences:
+                    sequence.pending = 0
+            self._scheduler.preempt_all()
 
     def _collect(self, in_flight: InFlight) -> list[StreamEvent]:
         """Wait for a step and hand its tokens to their sequences; those that have ended are passed over."""

@@ -177,9 +177,10 @@ class ModelRunner:
         self._pool = self._transfer.write(self._pool, staged)
 
     def wait(self) -> None:
-        """Until no step is under way; what they raise is the next one's to tell."""
+        """Until no step and no copy of an adapter is under way; what they raise is the next one's to tell."""
         with contextlib.suppress(Exception):
             jax.block_until_ready(self._pool)
+        self._transfer.wait()
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
         """Begin a slot's token counts with the tokens of a cached prefix, which no step computes for it."""

@@ -154,10 +154,6 @@ class AdapterLoader:
             for t in waiting:
                 self._fail(t.adapter, error)
             return
-        except BaseException:
-            for t in waiting:
-                self._store.withdraw(t.adapter)
-            raise
         self._bytes_staged += sum(t.adapter.host_bytes for t in waiting)
         for t, copy in zip(waiting, copies, strict=True):
             t.copy, t.since, t.together = copy, since, together
@@ -191,6 +187,18 @@ class AdapterLoader:
         if futures:
             concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_COMPLETED)
         return bool(futures)
+
+    def rewind(self) -> None:
+        """After a step that broke off, perhaps in here (Ctrl-C), and with nothing under way on the device:
+        adapters that were on their way to it are sought anew, and so are those whose read was lost.
+        """
+        self._transfers = []
+        for adapter in self._store:
+            if adapter.state == "staged":
+                self._store.withdraw(adapter)
+            elif adapter.state == "reading" and adapter.generation not in self._reading:
+                adapter.state = "registered"
+        self._store.host.promised = sum(read.adapter.host_bytes for read in self._reading.values())
 
     def take_failures(self) -> list[tuple[Adapter, str]]:
         """Adapters whose loads failed since the last call, and why; the log has the paths."""
@@ -287,21 +295,17 @@ class AdapterLoader:
             self._fail(adapter, error)
 
     def _settle_copies(self) -> None:
-        under_way, self._transfers = self._transfers, []
-        while under_way:
-            entry = under_way.pop(0)
+        under_way = []
+        for entry in self._transfers:
             if entry.copy is None or (entry.valid and not entry.copy.is_ready()):
-                self._transfers.append(entry)
+                under_way.append(entry)
             elif entry.valid:
-                try:
-                    self._write(entry.adapter, entry.copy)
-                    if entry.adapter.resident:
-                        seconds = time.monotonic() - entry.since
-                        self._copy_seconds += seconds
-                        self._measured(entry.together, seconds)
-                except BaseException:
-                    self._transfers += under_way
-                    raise
+                self._write(entry.adapter, entry.copy)
+                if entry.adapter.resident:
+                    seconds = time.monotonic() - entry.since
+                    self._copy_seconds += seconds
+                    self._measured(entry.together, seconds)
+        self._transfers = under_way
 
     def _may_stage(self, nbytes: int) -> bool:
         under_way = sum(t.adapter.host_bytes for t in self._transfers)
@@ -327,9 +331,6 @@ class AdapterLoader:
         except Exception as error:
             self._fail(adapter, error)
             return
-        except BaseException:
-            self._store.withdraw(adapter)
-            raise
         self._store.settle(adapter)
         self.loads += 1
         if adapter.waited_since is not None:

@@ -307,7 +307,7 @@ class AdapterStore:
         if adapter.copy is not None:
             adapter.copy.leave_pages()
             adapter.copy = None
-        del self._staged[adapter.generation]
+        self._staged.pop(adapter.generation, None)
         self._give_back(adapter)
 
     def make_room(self, pages: int, kind: PageKind) -> bool:

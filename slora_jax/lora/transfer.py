@@ -8,12 +8,13 @@ array of its own, which one scatter between two steps writes into the pool.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -80,6 +81,10 @@ class DirectCopy:
 
     host: HostCopy  # lives as long as it is read
     events: tuple[Event, ...]  # of the devices' copies, one each
+
+    def __del__(self) -> None:
+        """Its pages and its host memory may be others' from here on: an engine may be dropped meanwhile."""
+        _wait_quietly(self.events)
 
     def is_ready(self) -> bool:
         try:
@@ -217,6 +222,10 @@ class AdapterTransfer:
         written: jax.Array = self._writer(len(staged.ids))(pool, ids, pages)
         return written
 
+    def wait(self) -> None:
+        """Until no copy straight into the pool is under way; what they raise is theirs to tell."""
+        _wait_quietly(dma.event() for dma in (self._dma or {}).values())
+
     def _copy_directly(self, pool: jax.Array, host: HostCopy, pages: Sequence[int]) -> DirectCopy:
         assert self._dma is not None and isinstance(host.pages, jax.Array)
         n_layers, n_pages, _ = pool.shape
@@ -268,6 +277,12 @@ class AdapterTransfer:
             )
             .compile()
         )
+
+
+def _wait_quietly(events: Iterable[Event]) -> None:
+    for event in events:
+        with contextlib.suppress(RuntimeError):
+            event.wait()
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -125,7 +125,7 @@ class SimulatedRunner:
         assert isinstance(staged, ArrayCopy)
         pages = np.asarray(staged.pages)
         assert pages.shape[1] == len(staged.ids)
-        self.wait()  # a write comes after the steps launched
+        SimulatedRunner.wait(self)  # a write comes after the steps launched
         for i, page in enumerate(staged.ids):
             self._memory[page] = ("adapter", int(pages[0, i, 0]), i)
 
@@ -260,6 +260,11 @@ class StagingRunner(SimulatedRunner):
             begun.append(DirectCopy(self, ArrayCopy(host.pages, np.asarray(ids)), self.looks(), error))
         self._copies += tuple(begun)
         return begun
+
+    def wait(self) -> None:
+        super().wait()
+        for copy in self._copies:
+            copy.leave_pages()
 
     def write_adapter(self, staged: StagedCopy) -> None:
         self.disk.fails("write")

@@ -166,6 +166,27 @@ def test_where_a_copy_cannot_begin_none_of_its_transfer_goes_on(nth: int) -> Non
         transfer.stage(pool, copies, places)
 
 
+def test_what_is_dropped_is_over_before_its_memory_is_others() -> None:
+    """As where an engine is dropped, its pool too, while an adapter is copied into it."""
+    dma = FakeDma()
+    transfer, pool = make_transfer(1, "direct", [dma])
+    copies = [transfer.host_copy(random_pages(3, 1, seed)) for seed in range(2)]
+    staged = transfer.stage(pool, copies, [[1, 2, 3], [5, 7, 9]])
+    assert dma.done == 0
+    del staged
+    assert dma.done == len(dma.begun) == 4
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_copies_are_waited_for_whoever_knows_of_them(tp: int) -> None:
+    dma = [FakeDma() for _ in range(tp)]
+    transfer, pool = make_transfer(tp, "direct", dma)
+    staged = transfer.stage(pool, [transfer.host_copy(random_pages(3, tp, 0))], [[1, 2, 5]])
+    transfer.wait()
+    assert [each.done for each in dma] == [2] * tp
+    assert staged[0].is_ready()
+
+
 def test_a_copy_that_failed_says_so_when_it_is_taken() -> None:
     class Broken(FakeEvent):
         def is_done(self) -> bool:

@@ -21,7 +21,7 @@ from benchmarks.adapters.workbench import Workbench, cut_pool
 from benchmarks.bench_engine import MODELS
 from benchmarks.sim_scheduler import POLICIES
 from slora_jax import EngineConfig
-from slora_jax.batch import StepShape
+from slora_jax.step_shape import StepShape
 
 
 class Part(Protocol):

@@ -34,7 +34,6 @@ from jax import lax
 
 from benchmarks.record import record
 from slora_jax import EngineConfig, SamplingParams
-from slora_jax.batch import StepShape
 from slora_jax.config import LORA_MODES
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
@@ -43,6 +42,7 @@ from slora_jax.memory.layout import GROUPS
 from slora_jax.programs import GPU_OPTIONS
 from slora_jax.runner import InFlight
 from slora_jax.scheduling.scheduler import StepPlan
+from slora_jax.step_shape import StepShape
 
 COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
 MODELS: dict[str, dict[str, Any]] = {

@@ -29,16 +29,17 @@ import slora_jax.engine
 import slora_jax.runner
 from benchmarks.record import record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
-from slora_jax.batch import BatchBuilder, StepShape
+from slora_jax.batch import BatchBuilder
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
-from slora_jax.lora.transfer import HostCopy, StagedCopy
+from slora_jax.lora.transfer import ArrayCopy, HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES, PageLayout
 from slora_jax.memory.sizing import PoolSize
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 from slora_jax.runner import ModelRunner
 from slora_jax.sharding.mesh import make_mesh
+from slora_jax.step_shape import StepShape
 
 BATCH, RANKS, PROMPT_TOKENS, NUM_PAGES = 256, (64, 32, 16, 8), 128, 400_000
 JOIN_EVERY, JOINING = 4, 8  # of mixed batches: steps between prompts, and how many come
@@ -84,13 +85,13 @@ class HostRunner(ModelRunner):
             super().__init__(model_config, *args)
 
     stages_adapters = False
-    pinned_host_limit = copy_bytes_per_s = None
+    pinned_host_limit = None
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
-        return HostCopy(())
+        return HostCopy(np.empty(0))
 
     def stage_adapters(self, copies: Any, pages: Any) -> list[StagedCopy]:
-        return [StagedCopy((), ()) for _ in copies]
+        return [ArrayCopy(np.empty(0), np.empty(0)) for _ in copies]
 
     def write_adapter(self, staged: StagedCopy) -> None:
         pass

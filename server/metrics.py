@@ -202,7 +202,7 @@ class _EngineCollector(Collector):
             ("slora:adapter_host_misses", "Loads that read a folder", loading.host_misses),
             ("slora:adapter_prefetches_useful", "Loads ahead of need, then used", loading.prefetches_useful),
             ("slora:adapter_prefetches_wasted", "Loads ahead of need, unused", loading.prefetches_wasted),
-            ("slora:adapter_staged_bytes", "Bytes copied towards the pool", loading.bytes_staged),
+            ("slora:adapter_staged_bytes", "Bytes whose copy into the pool was begun", loading.bytes_staged),
             ("slora:adapter_wait_seconds", "Time that loads kept requests waiting", loading.wait_seconds),
             ("slora:adapter_load_failures", "Loads that failed", loading.failures),
             ("slora:adapter_read_seconds", "Time of reads into host memory, summed", loading.read_seconds),

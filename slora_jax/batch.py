@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,79 +20,16 @@ import numpy as np
 from jax import lax
 
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
-from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, LoraShape
+from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend
 from slora_jax.sampling import SamplingRows
 from slora_jax.scheduling.scheduler import Chunk, StepPlan
 from slora_jax.slots import SAMPLING_FIELDS, SlotTable, number_adapters
+from slora_jax.step_shape import LORA, ShapeBuckets, StepShape, aligned
 
-Field = tuple[tuple[int, ...], np.dtype]
 _Bias = tuple[int, int, float]  # chunk of the plan, token, what is added to its logit
-_ALIGNMENT = 64  # words: GPU kernels take inputs that begin at multiples of 256 bytes
 _GROUP_MODULES = tuple(tuple(MODULES.index(m) for m in group) for group in GROUPS)
 _KEPT_SHAPES = 8  # whose inputs' memory is kept; each is up to megabytes
-_LORA = "lora."  # before the names of the work list's arrays
-_I, _F, _U = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint32)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepShape:
-    """The static sizes of a step; one executable each."""
-
-    decode_rows: int
-    prefill_tokens: int
-    prefill_seqs: int
-    tiles: int
-    pages: int
-    bias: int
-    lora: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and shape of the work list's arrays; (): none
-    lora_groups: tuple[int, ...] = ()  # of layout.GROUPS: those whose projections may have LoRA
-
-    @property
-    def tokens(self) -> int:
-        return self.decode_rows + self.prefill_tokens
-
-    @property
-    def rows(self) -> int:
-        return self.decode_rows + self.prefill_seqs
-
-    @functools.cached_property
-    def fields(self) -> Mapping[str, Field]:
-        """Name -> (shape, dtype) of every array in the packed input, in order."""
-        t, r, b, m = (self.tokens,), (self.rows,), self.prefill_seqs, self.pages
-        return {
-            "token_ids": (t, _I),  # -1: the slot's last sampled token
-            "positions": (t, _I),
-            "token_page": (t, _I),  # where its KV goes; -1: padding
-            "token_slot": (t, _I),  # the sequence's slot; max_batch_size: padding
-            "prompt_len": (t, _I),
-            "decode_pages": ((self.decode_rows, m), _I),
-            "prefill_pages": ((b, m), _I),
-            "tile_seq": ((self.tiles,), _I),  # row of prefill_pages; -1: padding
-            "tile_start": ((self.tiles,), _I),  # first token, counted from the first prefill token
-            "tile_len": ((self.tiles,), _I),
-            "tile_row": ((self.prefill_tokens,), _I),  # tile * TILE + offset of each prefill token
-            "sample_token": (r, _I),  # the token whose hidden state row r samples from
-            "sample_slot": (r, _I),  # max_batch_size: row does not sample
-            "reset_slot": (r, _I),  # slots whose token counts begin anew; then max_batch_size: none
-            "temperature": (r, _F),
-            "top_k": (r, _I),
-            "top_p": (r, _F),
-            "min_p": (r, _F),
-            "repetition_penalty": (r, _F),
-            "presence_penalty": (r, _F),
-            "frequency_penalty": (r, _F),
-            "seed": ((self.rows, 2), _U),
-            "position": (r, _I),
-            "num_logprobs": (r, _I),
-            "bias_row": ((self.bias,), _I),
-            "bias_token": ((self.bias,), _I),
-            "bias_value": ((self.bias,), _F),
-        } | {_LORA + name: (dims, _I) for name, dims in self.lora}
-
-    @functools.cached_property
-    def packed_size(self) -> int:
-        """int32 words of the packed input."""
-        return sum(_aligned(math.prod(shape)) for shape, _ in self.fields.values())
+_INT32 = np.dtype(np.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -129,28 +64,28 @@ def unpack(packed: jax.Array, shape: StepShape, lora_work: type[Any]) -> StepBat
     arrays, start = {}, 0
     for name, (dims, dtype) in shape.fields.items():
         words = packed[start : start + math.prod(dims)].reshape(dims)
-        arrays[name] = words if dtype == _I else lax.bitcast_convert_type(words, jnp.dtype(dtype))
-        start += _aligned(math.prod(dims))
+        arrays[name] = words if dtype == _INT32 else lax.bitcast_convert_type(words, jnp.dtype(dtype))
+        start += aligned(math.prod(dims))
     return StepBatch(
         **{name: arrays[name] for name in _OWN_FIELDS},
         sampling=SamplingRows(**{name: arrays[name] for name in _SAMPLING_FIELDS}),
-        lora=lora_work(**{name: arrays[_LORA + name] for name, _ in shape.lora}) if shape.lora else None,
+        lora=lora_work(**{name: arrays[LORA + name] for name, _ in shape.lora}) if shape.lora else None,
     )
 
 
 @dataclasses.dataclass(eq=False)
 class PackedStep:
-    """A step's input in host memory."""
+    """A step's input in host memory. Its own until `BatchBuilder.launched`, then the builder's again."""
 
     shape: StepShape
     words: np.ndarray  # i32[packed_size]
-    view: Mapping[str, np.ndarray]  # of each of the shape's fields
-    padding: np.ndarray  # i32[...] what the words before the LoRA work list are where nothing is put
-    lora: Mapping[str, np.ndarray]  # the work list that was written to it
+    view: Mapping[str, np.ndarray]  # the shape's fields, in these words
+    padding: np.ndarray  # i32[w]: the first w words, all before the LoRA work list, where nothing is put
+    lora: Mapping[str, np.ndarray]  # the work list that was written to it, by name without LORA
 
     @classmethod
     def of(cls, shape: StepShape, no_slot: int) -> PackedStep:
-        """A new one, all padding."""
+        """A new one, all padding. `no_slot` is the number behind the last slot."""
         words = np.zeros(shape.packed_size, np.int32)
         view = _views(words, shape)
         for name in ("token_page", "tile_seq", "num_logprobs"):
@@ -169,7 +104,7 @@ class PackedStep:
         return bool((self.view["num_logprobs"] >= 0).any())
 
 
-class _Steps:
+class _InputBuffers:
     """Inputs of steps that are done, to be written again: fresh memory costs a page fault every 4 KB.
 
     One may be written once the step that read it is done, which its outputs tell: until then its transfer
@@ -178,20 +113,21 @@ class _Steps:
 
     def __init__(self, no_slot: int) -> None:
         self._no_slot = no_slot
-        self._read: dict[StepShape, collections.deque[tuple[PackedStep, Any]]] = {}
+        # Launched, the oldest first, each with an output of its step; shapes in the order of their last use.
+        self._read: dict[StepShape, collections.deque[tuple[PackedStep, jax.Array]]] = {}
 
     def take(self, shape: StepShape) -> PackedStep:
         """One of a step that is done, or a new one."""
         read = self._read.get(shape)
-        if read and read[0][1].is_ready():
+        if read and read[0][1].is_ready():  # type: ignore[attr-defined]
             return read.popleft()[0]
         return PackedStep.of(shape, self._no_slot)
 
     def give(self, step: PackedStep, output: jax.Array) -> None:
-        """It was launched, and `output` is of its results."""
+        """It was launched, `output` is one of its results. The shape used least recently is let go."""
         read = self._read.pop(step.shape, None) or collections.deque()
         read.append((step, output))
-        self._read[step.shape] = read  # the last one now
+        self._read[step.shape] = read
         if len(self._read) > _KEPT_SHAPES:
             del self._read[next(iter(self._read))]
 
@@ -233,7 +169,7 @@ class BatchBuilder:
         self._layout, self._backend, self._buckets = layout, backend, buckets
         self._merged = merged
         self._slots = SlotTable(buckets.max_batch_size, buckets.pages[-1])
-        self._steps = _Steps(no_slot=buckets.max_batch_size)
+        self._buffers = _InputBuffers(no_slot=buckets.max_batch_size)
         self._lora_groups: tuple[int, ...] = ()
         self._kept_lora: _KeptLora | None = None
 
@@ -247,10 +183,10 @@ class BatchBuilder:
 
     def launched(self, step: PackedStep, output: jax.Array) -> None:
         """The step was launched: when `output`, one of its results, is ready, its memory is used again."""
-        self._steps.give(step, output)
+        self._buffers.give(step, output)
 
     def build(self, plan: StepPlan) -> PackedStep:
-        """A plan's packed input, once `Scheduler.schedule` has committed it."""
+        """A plan's packed input, once `Scheduler.schedule` has committed it; hand it to `launched` after."""
         chunks = list(plan)
         self._slots.update(c.sequence for c in chunks)
         rows = _Rows.of(plan)
@@ -265,11 +201,11 @@ class BatchBuilder:
         lora: Mapping[str, np.ndarray] = {}
         if not self._merged and self._slots.generation[rows.slot].any():
             shape, lora = self._lora(rows, shape)
-        step = self._steps.take(shape)
+        step = self._buffers.take(shape)
         self._pack(plan, rows, step, bias)
         if step.lora is not lora:
             for name, array in lora.items():
-                step.view[_LORA + name][...] = array
+                step.view[LORA + name][...] = array
             step.lora = lora
         return step
 
@@ -402,157 +338,5 @@ def _views(packed: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
     for name, (dims, dtype) in shape.fields.items():
         size = math.prod(dims)
         views[name] = packed[start : start + size].view(dtype).reshape(dims)
-        start += _aligned(size)
+        start += aligned(size)
     return views
-
-
-@dataclasses.dataclass(frozen=True)
-class ShapeBuckets:
-    """The ladders of sizes that steps are padded to, so that few executables serve every batch."""
-
-    decode_rows: tuple[int, ...]
-    prefill_tokens: tuple[int, ...]
-    pages: tuple[int, ...]
-    bias: tuple[int, ...]
-    mixed_prefill_tokens: int  # most prompt tokens of a step with decodes
-    max_batch_size: int
-    layout: PageLayout
-    backend: Backend
-
-    @classmethod
-    def for_engine(
-        cls,
-        layout: PageLayout,
-        backend: Backend,
-        *,
-        max_batch_size: int,
-        max_step_tokens: int,
-        max_model_len: int,
-        ratio: int,
-    ) -> ShapeBuckets:
-        """Geometric ladders of the given ratio; fewer rungs compile less, more rungs pad less."""
-        longest = -(-max_model_len // layout.page_tokens)
-        # A step with decodes has max_batch_size rows for them; with the largest rung beside, max_step_tokens.
-        mixed = max_step_tokens - max_batch_size
-        mixed = mixed if mixed >= max_step_tokens // 2 else max_step_tokens
-        rungs = {-(-tokens // layout.page_tokens) for tokens in backend.context_rungs}
-        return cls(
-            decode_rows=_ladder(max_batch_size, 2, ratio),
-            prefill_tokens=_prefill_ladder(mixed, max_step_tokens),
-            mixed_prefill_tokens=mixed,
-            pages=(*sorted(n for n in rungs if n < longest), longest),
-            # Never 0: XLA (jaxlib 0.11.2) crashes over an input of no elements that a shard_map does not use.
-            bias=_ladder(max_batch_size * 1280, 64, 16),
-            max_batch_size=max_batch_size,
-            layout=layout,
-            backend=backend,
-        )
-
-    @property
-    def max_prefill_seqs(self) -> int:
-        """Most prompts whose chunks of two or more tokens may share a step."""
-        return self._prefill_seqs(self.prefill_tokens[-1])
-
-    def usual(self, lora_groups: tuple[int, ...], pages: int = 1) -> list[StepShape]:
-        """The shapes that most steps of short conversations have: decodes, and prefills beside them.
-
-        First without LoRA, then with LoRA for these groups of modules; sequences of so many pages.
-        """
-        plain = [
-            self.fit(decodes=n, prefill_tokens=0, prefill_seqs=0, pages=pages, bias=0)
-            for n in self.decode_rows
-        ]
-        plain += [
-            self.fit(decodes=n, prefill_tokens=tokens, prefill_seqs=1, pages=pages, bias=0)
-            for tokens in self.prefill_tokens
-            for n in (0, 1)
-            if not n or tokens <= self.mixed_prefill_tokens
-        ]
-        with_lora = [shape for step in plain for shape in self._usual_lora(step, lora_groups)]
-        return plain + with_lora
-
-    def _usual_lora(self, shape: StepShape, groups: tuple[int, ...]) -> list[StepShape]:
-        """A shape with each size of LoRA work lists that usual batches need."""
-        bounds, planner = self.lora_shape(shape), self.backend.planner
-        rungs = range(1, planner.usual_rung(bounds) + 1)
-        return [self.with_lora(shape, planner.sizes(rung, bounds), groups) for rung in rungs]
-
-    def fit(
-        self, *, decodes: int, prefill_tokens: int, prefill_seqs: int, pages: int, bias: int
-    ) -> StepShape:
-        """The smallest shape of the ladders that holds so much; without LoRA."""
-        if prefill_tokens:
-            rows = self.decode_rows[-1] if decodes else 0
-            tokens = next(
-                t
-                for t in self.prefill_tokens
-                if t >= prefill_tokens and self._prefill_seqs(t) >= prefill_seqs
-            )
-            seqs = self._prefill_seqs(tokens)
-        else:
-            rows, tokens, seqs = _rung(self.decode_rows, decodes), 0, 0
-        return StepShape(
-            decode_rows=rows,
-            prefill_tokens=tokens,
-            prefill_seqs=seqs,
-            tiles=(tokens + seqs * (self.backend.row_alignment - 1)) // self.backend.prefill_tile + seqs,
-            pages=_rung(self.pages, pages),
-            bias=_rung(self.bias, bias),
-        )
-
-    def with_lora(self, shape: StepShape, needs: tuple[int, ...], groups: tuple[int, ...]) -> StepShape:
-        """A shape with the lowest rung of LoRA work lists that holds `needs` of the backend's planner."""
-        bounds = self.lora_shape(shape)
-        fields = self.backend.planner.fields(self.lora_sizes(needs, bounds), bounds)
-        return dataclasses.replace(shape, lora=tuple(fields.items()), lora_groups=groups)
-
-    def lora_shape(self, shape: StepShape) -> LoraShape:
-        """The bounds of a step's LoRA work."""
-        layout = self.layout
-        return LoraShape(
-            tokens=shape.tokens,
-            decode_rows=shape.decode_rows,
-            prefill_seqs=shape.prefill_seqs,
-            chunks_per_page=layout.chunks_per_page,
-            a_chunks=tuple(layout.a_chunks(m) for m in MODULES),
-            b_chunks=tuple(layout.b_chunks(m) for m in MODULES),
-        )
-
-    def lora_sizes(self, needs: tuple[int, ...], shape: LoraShape) -> tuple[int, ...]:
-        """The sizes of the lowest rung of LoRA work lists that holds `needs`; (): of the first."""
-        for rung in itertools.count(1):
-            sizes = self.backend.planner.sizes(rung, shape)
-            if all(size >= need for size, need in zip(sizes, needs, strict=False)):
-                return sizes
-        raise AssertionError("rungs grow without end")
-
-    def _prefill_seqs(self, tokens: int) -> int:
-        return min(self.max_batch_size, max(1, tokens // 16))
-
-
-def _aligned(words: int) -> int:
-    return -(-words // _ALIGNMENT) * _ALIGNMENT
-
-
-def _ladder(limit: int, start: int, ratio: int) -> tuple[int, ...]:
-    rungs = []
-    while start < limit:
-        rungs.append(start)
-        start *= ratio
-    return (*rungs, limit)
-
-
-def _prefill_ladder(mixed: int, limit: int) -> tuple[int, ...]:
-    """The most that a step with decodes takes, a half, an eighth, a 32nd of it, ...; and `limit`.
-
-    Long steps are the usual ones (prompts gather), and their padding is the dearest.
-    """
-    rungs, rung = {mixed, limit}, mixed // 2
-    while rung > 16:
-        rungs.add(min(-(-rung // 32) * 32, limit))
-        rung //= 4
-    return tuple(sorted(rungs))
-
-
-def _rung(ladder: tuple[int, ...], need: int) -> int:
-    return next(r for r in ladder if r >= need)

@@ -229,7 +229,8 @@ class EngineConfig:
     )
     adapter_staging_bytes: int | None = _option(
         None,
-        "device memory for adapters on their way into the pool; None: a 64th of the pool, at least 64M",
+        "bytes of adapters on their way into the pool at a time, which other devices than CUDA's hold beside "
+        "the pool meanwhile; None: a 64th of the pool, at least 64M",
         _AT_LEAST_1,
     )
     adapter_prefetch: int = _option(

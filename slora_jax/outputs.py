@@ -136,17 +136,17 @@ class LoadStats:
     """What bringing adapters into the pool has cost. Counters only grow; the others are of now."""
 
     reading: int = 0  # adapters that are read into host memory
-    staged: int = 0  # adapters that have pages and are copied to the device
+    staged: int = 0  # adapters that have pages and are copied into them
     host_bytes: int = 0  # of host copies
     host_hits: int = 0  # counter: loads that found a host copy
     host_misses: int = 0  # counter: loads that had to read a folder
     prefetches_useful: int = 0  # counter: loads ahead of need, used before they gave way
     prefetches_wasted: int = 0  # counter: loads ahead of need that gave way unused
-    bytes_staged: int = 0  # counter: bytes copied towards the pool
+    bytes_staged: int = 0  # counter: bytes whose copy into the pool was begun
     wait_seconds: float = 0.0  # counter, over loads: from when a request waits for nothing else
     failures: int = 0  # counter
     read_seconds: float = 0.0  # counter, over reads that have ended, well or not
-    copy_seconds: float = 0.0  # counter, over loads: from the begin of the copy to its write
+    copy_seconds: float = 0.0  # counter, over loads: from the begin of the copy until a step finds it done
 
 
 @dataclasses.dataclass(frozen=True)

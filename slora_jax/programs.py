@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from slora_jax.batch import StepShape
 from slora_jax.models.llama import Llama
 from slora_jax.step import (
     POOL_SPEC,
@@ -32,6 +31,7 @@ from slora_jax.step import (
     layer,
     whole_step,
 )
+from slora_jax.step_shape import StepShape
 
 logger = logging.getLogger(__name__)
 

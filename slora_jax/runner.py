@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from slora_jax.batch import BatchBuilder, ShapeBuckets, StepShape
+from slora_jax.batch import BatchBuilder
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.lora.merging import WeightMerger
 from slora_jax.lora.transfer import AdapterTransfer, HostCopy, StagedCopy
@@ -37,6 +37,7 @@ from slora_jax.sampling import update_token_counts
 from slora_jax.scheduling.scheduler import Chunk, StepPlan
 from slora_jax.sharding.rules import named_sharding, partition_spec
 from slora_jax.step import POOL_SPEC, REPEATED, SlotState, StepConfig, StepOutput
+from slora_jax.step_shape import ShapeBuckets, StepShape
 from slora_jax.weights import Progress
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class ModelRunner:
 
     @property
     def stages_adapters(self) -> bool:
-        """Whether an adapter is copied to the device before it is written (not on a CPU)."""
+        """Whether copies of adapters to the device take their time; on a CPU the write is the only copy."""
         return self._transfer.stages
 
     @property

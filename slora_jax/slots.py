@@ -32,11 +32,11 @@ class SlotTable:
     """
 
     def __init__(self, slots: int, max_pages: int) -> None:
-        self.pages = np.zeros((slots, max_pages), np.int32)  # 0 behind a sequence's own
-        self.prompt_len = np.zeros(slots, np.int32)
+        self.pages = np.zeros((slots, max_pages), np.int32)  # [slot, m]; 0 behind a sequence's own
+        self.prompt_len = np.zeros(slots, np.int32)  # [slot], as the following
         self.request = np.zeros(slots, _REQUEST)
         self.has_bias = np.zeros(slots, np.bool_)  # logit_bias or min_tokens
-        self.generation = np.zeros(slots, np.int64)  # of the adapter
+        self.generation = np.zeros(slots, np.int64)  # of the adapter; BASE_GENERATION: the base model
         self.adapters: list[AdapterBlocks | None] = [None] * slots
         self.writes = 0  # of whole rows: while it stays, every slot has the same sequence and adapter pages
         self._sequences: list[Sequence | None] = [None] * slots

@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from slora_jax.batch import StepShape, unpack
+from slora_jax.batch import unpack
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.models.llama import LlamaEnds, LlamaLayer
 from slora_jax.models.rope import Rope
 from slora_jax.pallas_kernels.backend import Backend
 from slora_jax.sampling import SampleResult, SamplingRows, sample, update_token_counts
+from slora_jax.step_shape import StepShape
 
 REPEATED = PartitionSpec()
 POOL_SPEC = PartitionSpec(None, None, "tp")

@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 from benchmarks.adapters.workbench import Workbench, pinned_copy_bandwidth
 from benchmarks.bench_engine import MODULES, register_adapters
 from slora_jax import SamplingParams
-from slora_jax.batch import StepShape
 from slora_jax.engine import Engine
 from slora_jax.lora.peft import module_features
+from slora_jax.step_shape import StepShape
 
 
 def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:

@@ -10,8 +10,8 @@ import time
 
 from benchmarks.adapters.workbench import Workbench, contended
 from benchmarks.adapters.workload import SHORTEST, add, clear
-from slora_jax.batch import StepShape
 from slora_jax.request import Request
+from slora_jax.step_shape import StepShape
 
 
 def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:

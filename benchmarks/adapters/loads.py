@@ -18,8 +18,8 @@ from benchmarks.adapters.workbench import Workbench, milliseconds, pinned_copy_b
 from benchmarks.adapters.workload import clear
 from benchmarks.bench_engine import fill_randomly, make_resident, register_adapters, start_decoding
 from slora_jax import SamplingParams
-from slora_jax.batch import StepShape
 from slora_jax.engine import Engine
+from slora_jax.step_shape import StepShape
 
 _RAMP = 4  # first steps that are not measured
 

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.adapters.workbench import Workbench, contended
 from benchmarks.adapters.workload import SHORTEST, add, clear, closed_loop
 from benchmarks.sim_scheduler import gamma_arrivals
-from slora_jax.batch import StepShape
+from slora_jax.step_shape import StepShape
 
 
 def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:

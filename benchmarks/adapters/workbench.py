@@ -25,11 +25,11 @@ from benchmarks.bench_engine import (
     register_adapters,
 )
 from benchmarks.record import record
-from slora_jax.batch import StepShape
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.memory.layout import GROUPS
 from slora_jax.sharding.mesh import make_mesh
+from slora_jax.step_shape import StepShape
 
 
 class Workbench:

@@ -126,7 +126,7 @@ class CudaDma:
             _check(_driver().cuMemcpy3DAsync_v2(ctypes.byref(copy), self.stream))
 
     def event(self) -> CudaEvent:
-        """When the copies that were begun so far are done."""
+        """The point at which the copies that were begun so far are done."""
         return CudaEvent(self)
 
 
@@ -142,7 +142,7 @@ def is_available(device: jax.Device) -> bool:
 
 
 def address(array: jax.Array) -> int:
-    """Of an array on one device, in its memory or pinned on the host."""
+    """Where an array of one device begins, in its memory or pinned on the host."""
     return int(array.unsafe_buffer_pointer())
 
 

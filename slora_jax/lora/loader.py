@@ -2,9 +2,9 @@
 
 `seek` (the scheduler's, in the order of the queue) takes an adapter one stage further and never waits;
 `transfer` begins the copies of a step's seeks together; `settle` takes what has come: host copies of reads,
-and device copies, each of which becomes a small write enqueued between two steps. What fails is handed out
-once, by `take_failures`; the next seek tries again. All but the reading itself happens in the engine's
-thread.
+and copies to the device, after which the adapter is resident (where they are arrays of their own, a write
+into the pool is enqueued then). What fails is handed out once, by `take_failures`; the next seek tries again.
+All but the reading itself happens in the engine's thread.
 
 A reservation that the store took back, or an adapter that it freed, is noticed here when its read or copy
 comes in: entries hold the list of pages that they were begun for.
@@ -86,8 +86,9 @@ class _Transfer:
 class AdapterLoader:
     """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
 
-    `staging_bytes` bounds the copies under way; a larger adapter goes alone.
-    `measured(pages, seconds)` is told what each copy took.
+    `staging_bytes` bounds what is copied at a time; a larger adapter goes alone. `measured(pages, seconds)`
+    is told what each copy took, from its begin to the `settle` that found it done, and the pages of all that
+    were begun together.
     """
 
     def __init__(

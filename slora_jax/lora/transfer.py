@@ -1,9 +1,9 @@
 """How an adapter's pages come from host memory into the pool.
 
 On a CPU an adapter in host memory is the packed pages themselves, and one write into the pool is the only
-copy. On an accelerator it lies in pinned host memory. A CUDA device copies it from there straight into its
-pages of the pool, beside the steps that run (`cuda_dma`). Any other device copies it to an array of its own,
-which one scatter between two steps writes into the pool.
+copy. On an accelerator it lies in pinned host memory, where there is any. A CUDA device copies it from there
+straight into its pages of the pool, beside the steps that run (`cuda_dma`). Any other device copies it to an
+array of its own, which one scatter between two steps writes into the pool.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class StagedCopy(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayCopy:
-    """One that becomes an array, which `AdapterTransfer.write` puts into its pages i32[k] of the pool."""
+    """One that becomes an array, which `AdapterTransfer.write` puts into its pages of the pool."""
 
-    pages: np.ndarray | jax.Array
-    ids: np.ndarray
+    pages: np.ndarray | jax.Array  # dtype[n_layers, k, tp * page_elems]
+    ids: np.ndarray  # i32[k]
 
     def is_ready(self) -> bool:
         return not isinstance(self.pages, jax.Array) or self.pages.is_ready()  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ class ArrayCopy:
 
 
 class Event(Protocol):
-    """When copies are done."""
+    """When the copies of one device are done: `cuda_dma.CudaEvent`."""
 
     def is_done(self) -> bool: ...
     def wait(self) -> None: ...
@@ -77,10 +77,10 @@ class Event(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DirectCopy:
-    """One straight into the pool; `host` lives as long as it is read. An event for each device."""
+    """One straight into its pages of the pool."""
 
-    host: HostCopy
-    events: tuple[Event, ...]
+    host: HostCopy  # lives as long as it is read
+    events: tuple[Event, ...]  # of the devices' copies, one each
 
     def __del__(self) -> None:
         """Its pages and its host memory may be others' from here on: an engine may be dropped meanwhile."""
@@ -124,9 +124,10 @@ class Dma(Protocol):
 class AdapterTransfer:
     """Copies adapters into one pool. `host_copy` may be called in any thread, the rest in the owner's.
 
-    `pool` is dtype[n_layers, n_pages, tp * page_elems], split by `pool_spec`. Copies are begun in pages that
-    no step uses which is under way. `staged`: whether adapters travel beside the steps (None: on any
-    platform but the CPU); `dma`: a stream for each device of the mesh (None: CUDA's, where the devices are).
+    `pool` is dtype[n_layers, n_pages, tp * page_elems], split by `pool_spec`. Pages that copies are begun for
+    must be used by no step under way. `staged`: whether there are copies that take their time, apart from
+    the write (None: on any platform but the CPU); `dma`: a stream for each device of the mesh (None: CUDA's,
+    where the devices are). Raises CudaCopyError where the CUDA driver refuses one.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class AdapterTransfer:
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         """Pages dtype[n_layers, k, tp * page_elems] in the form they are copied from.
 
-        Where there is a write, it is compiled. On a CPU the copy shares the memory of `pages`.
+        Where there is a write, it is compiled. Without pinned memory (a CPU) the copy is `pages` itself.
         """
         if self._dma is None:
             self._writer(pages.shape[1])
@@ -188,7 +189,10 @@ class AdapterTransfer:
     def stage(
         self, pool: jax.Array, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]
     ) -> Sequence[StagedCopy]:
-        """Begin to copy adapters into `pages`, in one transfer; returns at once."""
+        """Begin to copy adapters into these `pages` each; returns at once.
+
+        Raises CudaCopyError where the driver refuses; then none of the copies is under way any more.
+        """
         if self._dma is not None:
             begun = list[DirectCopy]()
             try:
@@ -205,9 +209,13 @@ class AdapterTransfer:
         return [ArrayCopy(a, np.asarray(own, np.int32)) for a, own in zip(arrays, pages, strict=True)]
 
     def write(self, pool: jax.Array, staged: StagedCopy) -> jax.Array:
-        """Write a copy into the pool, which is donated, after the steps launched; returns the new pool."""
+        """The pool with a copy that is done in its pages.
+
+        One straight into the pool lies there; else the write comes after the steps launched, and `pool` is
+        donated.
+        """
         if not isinstance(staged, ArrayCopy):
-            return pool  # it lies there
+            return pool
         ids, pages = jax.device_put(staged.ids, self._repeated), staged.pages
         if not isinstance(pages, jax.Array):
             pages = jax.device_put(pages, self._device)

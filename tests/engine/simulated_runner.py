@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from slora_jax.batch import ShapeBuckets
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import PackedAdapter
@@ -26,6 +25,7 @@ from slora_jax.lora.transfer import ArrayCopy, HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES, PageLayout
 from slora_jax.pallas_kernels.backend import XLA
 from slora_jax.scheduling.scheduler import Chunk, StepPlan
+from slora_jax.step_shape import ShapeBuckets
 
 BASE = 0
 

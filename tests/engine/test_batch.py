@@ -13,12 +13,13 @@ import pytest
 from hypothesis import settings
 
 from slora_jax import SamplingParams
-from slora_jax.batch import BatchBuilder, PackedStep, ShapeBuckets
+from slora_jax.batch import BatchBuilder, PackedStep
 from slora_jax.memory.layout import MODULES
 from slora_jax.pallas_kernels.backend import XLA
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 from slora_jax.pallas_kernels.padded_bmm import with_padded_bmm
 from slora_jax.scheduling.scheduler import StepPlan
+from slora_jax.step_shape import ShapeBuckets
 from tests.engine.histories import EngineMachine
 from tests.engine.simulated_engine import VOCAB, engine_with, simulated_engine
 from tests.engine.simulated_runner import (
@@ -170,7 +171,7 @@ def test_memory_is_written_again_once_the_step_that_read_it_is_done() -> None:
 
     builder = engine_with(8, runner=PackingRunner)._runner.kept[0]  # type: ignore[attr-defined]
     shape = builder._buckets.usual(())[0]
-    steps, outputs = builder._steps, [Output(), Output()]
+    steps, outputs = builder._buffers, [Output(), Output()]
     first, second = steps.take(shape), steps.take(shape)
     steps.give(first, outputs[0])
     steps.give(second, outputs[1])

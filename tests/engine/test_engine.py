@@ -13,11 +13,12 @@ import pytest
 
 import slora_jax.runner
 from slora_jax import AdapterExistsError, EngineConfig, SamplingParams, UnknownAdapterError
-from slora_jax.batch import PackedStep, StepShape
+from slora_jax.batch import PackedStep
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import AdapterTransfer
 from slora_jax.programs import Program
 from slora_jax.scheduling.scheduler import StepPlan
+from slora_jax.step_shape import StepShape
 from tests.engine.tiny_engine import ADAPTERS, GREEDY, PROMPTS, make_engine
 from tests.lora.names import NO_NAMES
 from tests.lora.peft_files import write_peft_adapter

@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from slora_jax import ModelConfig
-from slora_jax.batch import ShapeBuckets
 from slora_jax.memory.layout import PageLayout
 from slora_jax.models.llama import Llama, model_specs
 from slora_jax.models.rope import Rope
@@ -23,6 +22,7 @@ from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 from slora_jax.pallas_kernels.padded_bmm import GATHER_BYTES, with_padded_bmm
 from slora_jax.programs import GPU_OPTIONS
 from slora_jax.step import POOL_SPEC, REPEATED, ModuleLeaves, SlotState, StepConfig, whole_step
+from slora_jax.step_shape import ShapeBuckets
 
 pytestmark = pytest.mark.aot
 LLAMA_7B = ModelConfig(32000, 4096, 2, 32, 32, 128, 11008, 4096)  # but for its layers

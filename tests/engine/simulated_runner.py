@@ -42,13 +42,15 @@ def expected_tokens(prompt: Seq[int], fingerprint: int, n: int, vocab_size: int)
     return history[len(prompt) :]
 
 
-def simulated_adapter(layout: PageLayout, fingerprint: int, rank: int) -> PreparedAdapter:
+def simulated_adapter(
+    layout: PageLayout, fingerprint: int, rank: int, modules: Seq[str] = MODULES[:4]
+) -> PreparedAdapter:
     """An adapter of real size whose every page holds its fingerprint."""
-    placed = layout.adapter({m: rank for m in MODULES[:4]})
+    placed = layout.adapter(dict.fromkeys(modules, rank))
     pages = np.full(
         (layout.n_layers, placed.num_pages, layout.tp * layout.page_elems), fingerprint, np.float32
     )
-    packed = PackedAdapter(pages=pages, layout=placed, rank=rank, target_modules=MODULES[:4], features={})
+    packed = PackedAdapter(pages=pages, layout=placed, rank=rank, target_modules=tuple(modules), features={})
     return PreparedAdapter(f"/simulated/{fingerprint}", packed)
 
 

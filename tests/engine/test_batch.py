@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+import random
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import settings
 
 from slora_jax import SamplingParams
 from slora_jax.batch import BatchBuilder, PackedStep
+from slora_jax.memory.layout import MODULES
 from slora_jax.pallas_kernels.backend import XLA
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 from slora_jax.pallas_kernels.padded_bmm import with_padded_bmm
@@ -18,7 +22,13 @@ from slora_jax.scheduling.scheduler import StepPlan
 from slora_jax.step_shape import ShapeBuckets
 from tests.engine.histories import EngineMachine
 from tests.engine.simulated_engine import VOCAB, engine_with, simulated_engine
-from tests.engine.simulated_runner import BASE, SimulatedInFlight, SimulatedRunner, expected_tokens
+from tests.engine.simulated_runner import (
+    BASE,
+    SimulatedInFlight,
+    SimulatedRunner,
+    expected_tokens,
+    simulated_adapter,
+)
 
 BACKENDS = XLA, MOSAIC, with_padded_bmm(XLA)
 PARAMS: tuple[dict[str, Any], ...] = (
@@ -104,6 +114,38 @@ def test_a_sequence_that_comes_back_to_its_slot_with_other_pages_is_packed_with_
     assert sequence.slot == slot
     assert len(sequence.pages) == len(pages)
     assert sequence.pages != pages
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adapters_of_other_modules_that_come_back_to_other_pages_are_packed_with_those(seed: int) -> None:
+    """Some of them beneath a generation that runs on, in slots that it had before."""
+    rng = random.Random(seed)
+    engine = simulated_engine(
+        PackingRunner, num_pages=48, max_batch_size=3, max_step_tokens=16, adapter_prefetch=rng.choice([0, 4])
+    )
+    places: collections.defaultdict[tuple[int, int | None], set[tuple[int, ...]]]
+    places = collections.defaultdict(set)
+    for i in range(1, 7):
+        modules = rng.sample(MODULES, rng.randint(1, 4))
+        adapter = simulated_adapter(engine._layout, i, rng.choice([3, 8]), modules)
+        engine.load_adapter(f"a{i}", adapter)
+    for _ in range(12):
+        names = [rng.choice([None, *(f"a{i}" for i in range(1, 7))]) for _ in range(5)]
+        ids = {}
+        for name in names:
+            prompt = [rng.randrange(3)] * rng.randint(1, 12)
+            request = engine.add_request(prompt, name, SamplingParams(max_tokens=rng.randint(1, 16)))
+            ids[request] = expected_tokens(prompt, int(name[1:]) if name else BASE, 16, VOCAB), list[int]()
+        while engine.has_unfinished():
+            for event in engine.step():
+                ids[event.request_id][1].extend(event.token_ids)
+            for sequence in engine._scheduler.running:
+                if sequence.adapter is not None:
+                    pages = tuple(sequence.adapter.weight_pages)
+                    places[sequence.generation, sequence.slot].add(pages)
+        assert all(got == want[: len(got)] for want, got in ids.values())
+    assert engine.stats().adapter_evictions > 0
+    assert max(map(len, places.values())) > 1
 
 
 def test_steps_of_the_same_sequences_share_a_work_list_and_memory() -> None:

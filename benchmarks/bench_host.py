@@ -83,6 +83,7 @@ class HostRunner(ModelRunner):
         stand_ins |= {"select_backend": lambda *_: MOSAIC, "_initial_state": lambda *_: (None, None)}
         with mock.patch.multiple(slora_jax.runner, **stand_ins):
             super().__init__(model_config, *args)
+        self.copy_bytes_per_s = None
 
     stages_adapters = False
     pinned_host_limit = None

@@ -166,6 +166,7 @@ class VirtualServer:
         assert set(held) == live
 
     stages_adapters = False
+    copy_bytes_per_s: float | None = None
 
     def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> Seq[StagedCopy]:
         return [ArrayCopy(np.empty(0), np.asarray(ids)) for ids in pages]

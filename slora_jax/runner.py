@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -121,6 +122,9 @@ class ModelRunner:
         self._programs: dict[StepShape, Program] = {}
         self.packed: tuple[StepPlan, StepShape] | None = None  # the last plan that has a shape
         self._transfer = AdapterTransfer(mesh, self._pool, POOL_SPEC)
+        weakref.finalize(self, self._transfer.wait)  # no copy goes on into a pool that is dropped
+        # How fast adapters are copied into the pool beside the steps; None where they are not.
+        self.copy_bytes_per_s = self._transfer.measure(self._pool)
         self._count_tokens = jax.jit(
             update_token_counts, donate_argnums=0, out_shardings=NamedSharding(mesh, REPEATED)
         )

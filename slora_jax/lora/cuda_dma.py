@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -74,8 +75,8 @@ class CudaEvent:
         with self._dma.current():
             _check(_waiting_driver().cuEventSynchronize(self._handle))
 
-    def __del__(self) -> None:
-        if self._handle:
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._handle and not _is_finalizing():
             with self._dma.current():
                 _driver().cuEventDestroy_v2(self._handle)
 
@@ -91,6 +92,11 @@ class CudaDma:
         _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), ordinal))
         with self.current():
             _check(driver.cuStreamCreate(ctypes.byref(self.stream), _NON_BLOCKING))
+
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.stream and not _is_finalizing():
+            with self.current():
+                _driver().cuStreamDestroy_v2(self.stream)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -128,6 +134,11 @@ class CudaDma:
     def event(self) -> CudaEvent:
         """The point at which the copies that were begun so far are done."""
         return CudaEvent(self)
+
+    def wait(self) -> None:
+        """Until all copies that were begun are done; raises CudaCopyError where one failed."""
+        with self.current():
+            _check(_waiting_driver().cuStreamSynchronize(self.stream))
 
 
 def is_available(device: jax.Device) -> bool:

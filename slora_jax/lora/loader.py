@@ -31,6 +31,7 @@ from slora_jax.workers import DaemonWorkers
 logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads
+_STEP_SHARE = 0.8  # of the time of a step, for which copies may keep the link to the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ class AdapterDevice(Protocol):
 
     @property
     def stages_adapters(self) -> bool: ...
+    @property
+    def copy_bytes_per_s(self) -> float | None: ...
     def stage_adapters(
         self, copies: Sequence[HostCopy], pages: Sequence[Sequence[int]]
     ) -> Sequence[StagedCopy]: ...
@@ -86,7 +89,9 @@ class _Transfer:
 class AdapterLoader:
     """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
 
-    `staging_bytes` bounds what is copied at a time; a larger adapter goes alone. `measured(pages, seconds)`
+    `staging_bytes` bounds what is copied at a time; a larger adapter goes alone. While steps run, of
+    `step_seconds` each (None: none runs), no more is begun than is done before the next one's input comes,
+    which would wait behind it for the link. `measured(pages, seconds)`
     is told what each copy took, from its begin to the `settle` that found it done, and the pages of all that
     were begun together.
     """
@@ -103,6 +108,7 @@ class AdapterLoader:
         self._measured = measured
         self._store, self._device, self._read = store, device, read
         self._staging_bytes = staging_bytes
+        self.step_seconds: float | None = None
         self._readers = DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
@@ -309,7 +315,10 @@ class AdapterLoader:
 
     def _may_stage(self, nbytes: int) -> bool:
         under_way = sum(t.adapter.host_bytes for t in self._transfers)
-        if under_way and under_way + nbytes > self._staging_bytes:
+        limit: float = self._staging_bytes
+        if self.step_seconds is not None and self._device.copy_bytes_per_s is not None:
+            limit = min(limit, _STEP_SHARE * self.step_seconds * self._device.copy_bytes_per_s)
+        if under_way and under_way + nbytes > limit:
             self._staging_full_in = self._store.host.turn
         return self._staging_full_in != self._store.host.turn
 

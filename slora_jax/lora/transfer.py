@@ -8,13 +8,15 @@ array of its own, which one scatter between two steps writes into the pool.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 PINNED_HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED_HOST = "pinned_host"
+_MEASURED_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,10 +85,6 @@ class DirectCopy:
     host: HostCopy  # lives as long as it is read
     events: tuple[Event, ...]  # of the devices' copies, one each
 
-    def __del__(self) -> None:
-        """Its pages and its host memory may be others' from here on: an engine may be dropped meanwhile."""
-        _wait_quietly(self.events)
-
     def is_ready(self) -> bool:
         try:
             return all(event.is_done() for event in self.events)
@@ -119,6 +118,7 @@ class Dma(Protocol):
         target_rows: int,
     ) -> None: ...
     def event(self) -> Event: ...
+    def wait(self) -> None: ...
 
 
 class AdapterTransfer:
@@ -155,7 +155,9 @@ class AdapterTransfer:
         if dma is None and self._pinned_host is not None and cuda_dma.is_available(device):
             dma = [cuda_dma.CudaDma(each) for each in mesh.devices.flat]
         self._dma = dict(zip(mesh.devices.flat, dma, strict=True)) if dma is not None else None
-        jax.block_until_ready(pool)  # what fills it at the start must not come after a copy
+        self._begun = collections.deque[DirectCopy]()  # oldest first: host memory lives as long as it is read
+        if self._dma is not None:
+            jax.block_until_ready(pool)  # what fills it at the start must not come after a copy
         if self.stages and self._dma is None:
             logger.warning(
                 "%s copies adapters between steps, not beside them: steps are longer while some are loaded",
@@ -194,14 +196,14 @@ class AdapterTransfer:
         Raises CudaCopyError where the driver refuses; then none of the copies is under way any more.
         """
         if self._dma is not None:
-            begun = list[DirectCopy]()
+            while self._begun and self._begun[0].is_ready():
+                self._begun.popleft()
             try:
-                for host, own in zip(copies, pages, strict=True):
-                    begun.append(self._copy_directly(pool, host, own))
+                begun = [self._copy_directly(pool, *each) for each in zip(copies, pages, strict=True)]
             except BaseException:
-                for copy in begun:
-                    copy.leave_pages()
+                self.wait()  # whoever gets the pages back may use them at once
                 raise
+            self._begun += begun
             return begun
         arrays = [copy.pages for copy in copies]
         if self.stages:
@@ -224,7 +226,28 @@ class AdapterTransfer:
 
     def wait(self) -> None:
         """Until no copy straight into the pool is under way; what they raise is theirs to tell."""
-        _wait_quietly(dma.event() for dma in (self._dma or {}).values())
+        for dma in (self._dma or {}).values():
+            with contextlib.suppress(RuntimeError):
+                dma.wait()
+        self._begun.clear()
+
+    def measure(self, pool: jax.Array) -> float | None:
+        """bytes/s of copies straight into the pool, which still holds zeros; None where there are none.
+
+        Takes a few milliseconds.
+        """
+        if self._dma is None:
+            return None
+        n_layers, n_pages, elems = pool.shape
+        size = max(1, min(n_pages, _MEASURED_BYTES // (n_layers * elems * pool.dtype.itemsize)))
+        zeros = HostCopy(jax.device_put(np.zeros((n_layers, size, elems), pool.dtype), self._pinned_host))
+        jax.block_until_ready(zeros.pages)
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            self._copy_directly(pool, zeros, range(size)).wait()
+            seconds.append(time.perf_counter() - started)
+        return n_layers * size * elems * pool.dtype.itemsize / min(seconds)
 
     def _copy_directly(self, pool: jax.Array, host: HostCopy, pages: Sequence[int]) -> DirectCopy:
         assert self._dma is not None and isinstance(host.pages, jax.Array)
@@ -235,21 +258,17 @@ class AdapterTransfer:
             dma, source = self._dma[shard.device], sources[shard.device]
             page_bytes = shard.data.shape[2] * pool.dtype.itemsize
             first, target = cuda_dma.address(source), cuda_dma.address(shard.data)
-            try:
-                for start, page, length in _runs(pages):
-                    dma.copy(
-                        first + start * page_bytes,
-                        target + page * page_bytes,
-                        slices=n_layers,
-                        rows=length,
-                        row_bytes=page_bytes,
-                        source_rows=len(pages),
-                        target_rows=n_pages,
-                    )
-                events.append(dma.event())
-            except BaseException:  # whoever gets the pages back may use them at once
-                DirectCopy(host, (*events, dma.event())).leave_pages()
-                raise
+            for start, page, length in _runs(pages):
+                dma.copy(
+                    first + start * page_bytes,
+                    target + page * page_bytes,
+                    slices=n_layers,
+                    rows=length,
+                    row_bytes=page_bytes,
+                    source_rows=len(pages),
+                    target_rows=n_pages,
+                )
+            events.append(dma.event())
         return DirectCopy(host, tuple(events))
 
     def _writer(self, pages: int) -> Any:
@@ -277,12 +296,6 @@ class AdapterTransfer:
             )
             .compile()
         )
-
-
-def _wait_quietly(events: Iterable[Event]) -> None:
-    for event in events:
-        with contextlib.suppress(RuntimeError):
-            event.wait()
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -113,6 +113,7 @@ class SimulatedRunner:
         self.merges = config.lora_mode == "merge"
 
     stages_adapters = False
+    copy_bytes_per_s: float | None = None
     packed = None
     compilations = 0
     pinned_host_limit: int | None = None

@@ -364,6 +364,37 @@ def test_the_seconds_of_reads_and_copies_are_counted(monkeypatch: pytest.MonkeyP
     assert (loading.read_seconds, loading.copy_seconds) == (3.0, 3.0)
 
 
+@pytest.mark.parametrize(("link", "together"), [(1.0, 1), (75_000.0, 2), (1e9, 8)])
+def test_copies_leave_the_link_to_the_input_of_the_next_step_in_time(
+    link: float, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters of 28672 bytes, steps of a second: eight tenths of what the link carries in one, but an
+    adapter at least. Without a step under way nobody is delayed.
+    """
+    clock = itertools.count()
+    monkeypatch.setattr("slora_jax.engine.time.perf_counter", lambda: next(clock) / 3)  # thrice a step
+    bench = Bench(lambda: 1, num_pages=400, max_batch_size=16, max_step_tokens=64, adapter_prefetch=8)
+    bench.engine._runner.copy_bytes_per_s = link
+    names = [f"a{i}" for i in range(8)]
+    for i, name in enumerate(names, 1):
+        bench.register(name, i)
+    running = bench.engine.add_request([9], None, SamplingParams(max_tokens=80))
+    for _ in range(3):
+        bench.engine.step()
+    for name in names:
+        bench.engine.add_request([4], name, GREEDY)
+    most = 0
+    for _ in range(60):
+        bench.executor.run()
+        bench.engine.step()
+        most = max(most, bench.engine.stats().loading.staged)
+    assert most <= together
+    assert most == together or link > 1e8  # reads come one a step
+    bench.engine.abort(running)
+    bench.run()
+    assert all(bench.engine._adapters.get(name).resident for name in names)
+
+
 def test_copies_begin_when_no_step_is_under_way_that_may_use_their_pages() -> None:
     """But for the one that was planned since: it knows that the pages are the adapter's."""
     bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)

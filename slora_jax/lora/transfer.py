@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -84,7 +84,9 @@ class DirectCopy:
 
     def __del__(self) -> None:
         """Its pages and its host memory may be others' from here on: an engine may be dropped meanwhile."""
-        _wait_quietly(self.events)
+        for event in self.events:
+            with contextlib.suppress(RuntimeError):
+                event.wait()
 
     def is_ready(self) -> bool:
         try:
@@ -224,7 +226,9 @@ class AdapterTransfer:
 
     def wait(self) -> None:
         """Until no copy straight into the pool is under way; what they raise is theirs to tell."""
-        _wait_quietly(dma.event() for dma in (self._dma or {}).values())
+        for dma in (self._dma or {}).values():
+            with contextlib.suppress(RuntimeError):
+                dma.event().wait()
 
     def _copy_directly(self, pool: jax.Array, host: HostCopy, pages: Sequence[int]) -> DirectCopy:
         assert self._dma is not None and isinstance(host.pages, jax.Array)
@@ -277,12 +281,6 @@ class AdapterTransfer:
             )
             .compile()
         )
-
-
-def _wait_quietly(events: Iterable[Event]) -> None:
-    for event in events:
-        with contextlib.suppress(RuntimeError):
-            event.wait()
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:

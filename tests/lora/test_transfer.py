@@ -147,6 +147,19 @@ def test_all_copies_are_waited_for_whoever_knows_of_them(tp: int) -> None:
     assert staged[0].is_ready()
 
 
+def test_a_device_that_is_lost_does_not_keep_others_copies_from_being_waited_for() -> None:
+    def lost() -> None:
+        raise cuda_dma.CudaCopyError("CUDA error 719")
+
+    dma = [FakeDma(), FakeDma()]
+    transfer, pool = make_transfer(2, "direct", dma)
+    staged = transfer.stage(pool, [transfer.host_copy(random_pages(3, 2, 0))], [[1, 2, 5]])
+    dma[0].wait = lost  # type: ignore[method-assign]
+    transfer.wait()
+    assert (dma[0].done, dma[1].done) == (0, 2)
+    assert staged
+
+
 def test_a_copy_that_failed_says_so_when_it_is_taken() -> None:
     class Broken(FakeEvent):
         def is_done(self) -> bool:

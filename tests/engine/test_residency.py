@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,16 +17,8 @@ from slora_jax.lora.loader import AdapterLoader
 from slora_jax.outputs import StreamEvent
 from tests.engine.histories import History
 from tests.engine.simulated_engine import VOCAB
-from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
-from tests.engine.slow_loading import Bench
-
-
-def tokens(events: Sequence[StreamEvent]) -> list[int]:
-    return [token for event in events for token in event.token_ids]
-
-
-def want(prompt: list[int], fingerprint: int, n: int) -> list[int]:
-    return expected_tokens(prompt, fingerprint, n, VOCAB)
+from tests.engine.simulated_runner import BASE, simulated_adapter
+from tests.engine.slow_loading import Bench, tokens, want
 
 
 class ResidencyMachine(History):
@@ -272,40 +261,6 @@ def test_a_running_request_takes_pages_back_from_an_adapter_on_its_way() -> None
     assert bench.engine.stats().preemptions == 0
 
 
-def test_a_copy_for_pages_that_were_taken_back_is_not_written() -> None:
-    looks = itertools.chain([1], itertools.repeat(0))
-    bench = Bench(lambda: next(looks), num_pages=90, max_batch_size=2, max_step_tokens=16)
-    bench.engine.load_adapter("a", simulated_adapter(bench.engine._layout, 7, 8))
-    request = bench.engine.add_request([4], "a", GREEDY)
-    bench.engine.step()
-    store, loader, adapter = bench.engine._adapters, bench.engine._loader, bench.engine._adapters.get("a")
-    store.withdraw(adapter)
-    taken = bench.engine._pool.allocate(3, "kv")
-    assert taken
-    loader.seek(adapter, room=True, waits=True)
-    loader.transfer()
-    bench.engine._pool.release(taken)
-    assert tokens(bench.run()[request]) == want([4], 7, 6)
-    assert bench.engine.stats().adapter_loads == 1
-
-
-def test_a_prefetch_does_not_push_out_what_an_earlier_request_needs() -> None:
-    bench = Bench(num_pages=31, max_batch_size=1, max_step_tokens=16)
-    for i, name in enumerate("ab", 7):
-        bench.engine.load_adapter(name, simulated_adapter(bench.engine._layout, i, 8))
-    bench.engine.add_request([4], "a", GREEDY)
-    bench.run()
-    running = bench.engine.add_request([4], None, GREEDY)
-    for name in "ab":
-        bench.engine.add_request([4], name, GREEDY)
-    events: list[StreamEvent] = []
-    while not any(e.request_id == running and e.finish_reason for e in events):
-        assert [a.name for a in bench.engine.adapters() if a.state == "resident"] == ["a"]
-        events += bench.engine.step()
-    bench.run()
-    assert bench.engine.stats().adapter_loads == 2
-
-
 def test_a_read_does_not_drop_the_copy_that_an_earlier_request_waits_with() -> None:
     bench = Bench(num_pages=31, max_batch_size=2, max_step_tokens=16, adapter_host_bytes=1)
     for i, name in enumerate("ab", 7):
@@ -336,86 +291,6 @@ def test_a_read_that_ends_after_its_adapter_is_gone_leaves_nothing() -> None:
     bench.engine.check_integrity()
     assert bench.engine.stats().loading.host_bytes == 0
     assert bench.engine._adapters.host.promised == 0
-
-
-def test_the_seconds_of_reads_and_copies_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    bench = Bench(lambda: 2, num_pages=90, max_batch_size=2, max_step_tokens=16)
-    bench.register("a", 7)
-    bench.engine.add_request([9], None, SamplingParams(max_tokens=40))
-    request = bench.engine.add_request([1, 2], "a", GREEDY)
-    ended: list[str] = []
-    for step in range(20):
-        now += 1.0
-        if step == 3:
-            bench.executor.run()
-        ended += [e.request_id for e in bench.engine.step() if e.finish_reason]
-    loading = bench.engine.stats().loading
-    assert request in ended
-    assert (loading.read_seconds, loading.copy_seconds) == (3.0, 3.0)
-
-
-@pytest.mark.parametrize(("link", "together"), [(1.0, 1), (100_000.0, 2), (1e9, 8)])
-def test_copies_leave_the_link_to_the_input_of_the_next_step_in_time(
-    link: float, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Adapters of 28672 bytes, steps of a second: nine tenths of what the link carries in one, but an
-    adapter at least. Without a step under way nobody is delayed.
-    """
-    clock = itertools.count()
-    monkeypatch.setattr("slora_jax.engine.time.perf_counter", lambda: next(clock) / 3)  # thrice a step
-    bench = Bench(lambda: 1, num_pages=400, max_batch_size=16, max_step_tokens=64, adapter_prefetch=8)
-    bench.engine._runner.copy_bytes_per_s = link  # type: ignore[misc]
-    names = [f"a{i}" for i in range(8)]
-    for i, name in enumerate(names, 1):
-        bench.register(name, i)
-    running = bench.engine.add_request([9], None, SamplingParams(max_tokens=80))
-    for _ in range(3):
-        bench.engine.step()
-    for name in names:
-        bench.engine.add_request([4], name, GREEDY)
-    most = 0
-    for _ in range(60):
-        bench.executor.run()
-        bench.engine.step()
-        most = max(most, bench.engine.stats().loading.staged)
-    assert most <= together
-    assert most == together or link > 1e8  # reads come one a step
-    bench.engine.abort(running)
-    bench.run()
-    assert all(bench.engine._adapters.get(name).resident for name in names)
-
-
-def test_copies_begin_behind_the_input_of_a_step() -> None:
-    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
-    bench.register("a", 7)
-    runner, order = bench.engine._runner, list[str]()
-
-    def noted(name: str, call: Callable[..., Any], *args: Any) -> Any:
-        order.append(name)
-        return call(*args)
-
-    for name in ("launch", "stage_adapters"):
-        setattr(runner, name, functools.partial(noted, name, getattr(runner, name)))
-    bench.engine.add_request([9], None, SamplingParams(max_tokens=10))
-    bench.engine.add_request([1, 2], "a", GREEDY)
-    while "stage_adapters" not in order:
-        bench.executor.run()
-        before = len(order)
-        bench.engine.step()
-    assert order[before:] == ["launch", "stage_adapters"]
-
-
-def test_loads_that_made_steps_long_do_not_let_in_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("slora_jax.engine.time.perf_counter", lambda: now)
-    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
-    bench.engine.add_request([9], None, SamplingParams(max_tokens=60))
-    for seconds in (0.0, 0.01, 0.02, 0.09, 0.09):
-        now += seconds
-        bench.engine.step()
-    assert bench.engine._loader.step_seconds == pytest.approx(0.01)
 
 
 def test_files_that_changed_since_they_were_registered_are_refused() -> None:
@@ -504,107 +379,6 @@ def test_an_aborted_request_cancels_a_read_that_has_not_begun() -> None:
     while bench.executor.run():
         pass
     assert bench.disk.reads == 0
-
-
-def test_waiting_requests_have_their_adapters_loaded_before_their_turn() -> None:
-    bench = Bench(num_pages=90, max_batch_size=1, max_step_tokens=16)
-    for i in range(1, 4):
-        bench.register(f"a{i}", i)
-    first = bench.engine.add_request([9], None, SamplingParams(max_tokens=30))
-    later = [bench.engine.add_request([4], f"a{i}", GREEDY) for i in range(1, 4)]
-    for _ in range(12):
-        bench.executor.run()
-        bench.engine.step()
-    assert bench.engine.stats().adapters_resident == 3
-    events = bench.run()
-    assert [tokens(events[r]) for r in later] == [want([4], i, 6) for i in range(1, 4)]
-    assert bench.engine.stats().loading.prefetches_useful == 3
-    assert bench.engine.stats().loading.wait_seconds == 0
-    assert events[first][-1].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("policy", "first"), [("fcfs", "b"), ("cluster", "a"), ("vtc+cluster", "a")], ids=str
-)
-def test_cluster_prefers_an_adapter_that_is_on_its_way_to_one_that_would_have_to_be_read(
-    policy: str, first: str
-) -> None:
-    bench = Bench(
-        num_pages=90, max_batch_size=1, max_step_tokens=16, adapter_prefetch=1, scheduling_policy=policy
-    )
-    bench.register("a", 7)
-    bench.register("b", 8)
-    bench.engine.add_request([9], None, SamplingParams(max_tokens=12))
-    bench.engine.step()
-    gone = bench.engine.add_request([1, 2], "a", GREEDY)
-    asked = {bench.engine.add_request([1, 2], name, GREEDY): name for name in ("b", "a")}
-    bench.engine.step()  # the one that is next has its adapter read
-    assert bench.engine._adapters.get("a").state == "reading"
-    bench.engine.abort(gone)
-    bench.engine.step()
-    assert bench.engine._adapters.get("b").state == ("reading" if first == "b" else "registered")
-    ended = [request for request in bench.run() if request in asked]
-    assert [asked[request] for request in ended] == [first, "ab".replace(first, "")]
-
-
-def test_cluster_prefers_an_adapter_that_is_loaded_on_a_guess() -> None:
-    sizes: dict[str, Any] = {"num_pages": 30, "max_batch_size": 1, "max_step_tokens": 32}
-    fields: dict[str, Any] = {
-        "adapter_prefetch": 1,
-        "prefetch_watermark": 0.0,
-        "enable_prefix_caching": False,
-    }
-    bench = Bench(**sizes, **fields, scheduling_policy="cluster")
-    bench.register("a", 7)
-    bench.register("b", 8)
-    bench.engine.add_request([4], "a", GREEDY)
-    bench.run()
-    bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))  # needs every page
-    bench.run()
-    assert bench.engine.stats().adapters_resident == 0
-    running, following = (bench.engine.add_request([9], None, GREEDY) for _ in range(2))
-    second, first = (bench.engine.add_request([1, 2], name, GREEDY) for name in ("b", "a"))
-    bench.engine.step()  # nobody but the next one has its adapter loaded, and that is the base's
-    assert [info.state for info in bench.engine.adapters()] == ["staged", "registered"]
-    with contextlib.closing(bench.engine._scheduler.waiting.candidates()) as candidates:
-        assert [s.request.request_id for s in candidates] == [following, first, second]
-    assert running in bench.run()
-
-
-def test_an_adapter_that_gave_way_comes_back_when_pages_are_free() -> None:
-    sizes: dict[str, Any] = {"num_pages": 30, "max_batch_size": 2, "max_step_tokens": 32}
-    bench = Bench(**sizes, prefetch_watermark=0.2, enable_prefix_caching=False)
-    bench.register("a", 7)
-    bench.engine.add_request([4], "a", GREEDY)
-    bench.run()
-    bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))  # needs every page
-    bench.run()
-    assert bench.engine.stats().adapter_evictions == 1
-    bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
-    bench.run()
-    assert [a.state for a in bench.engine.adapters()] == ["resident"]
-    assert bench.engine.stats().loading.prefetches_useful == 0
-    bench.engine.add_request([4], "a", GREEDY)
-    bench.run()
-    assert bench.engine.stats().loading.prefetches_useful == 1
-
-
-def test_several_adapters_travel_in_one_transfer() -> None:
-    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
-    transfers: list[int] = []
-    stage = bench.engine._runner.stage_adapters
-
-    def counted(copies: Any, pages: Any) -> Any:
-        transfers.append(len(copies))
-        return stage(copies, pages)
-
-    bench.engine._runner.stage_adapters = counted  # type: ignore[method-assign]
-    for i in range(1, 4):
-        made = simulated_adapter(bench.engine._layout, i, 8)
-        bench.engine.load_adapter(f"a{i}", made)
-        bench.engine.add_request([4], f"a{i}", GREEDY)
-    bench.run()
-    assert transfers == [3]
 
 
 def test_a_step_that_can_do_nothing_else_waits_for_a_load() -> None:

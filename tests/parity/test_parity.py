@@ -8,8 +8,6 @@ compiled steps know nothing of.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ import pytest
 
 from slora_jax import EngineConfig, RequestOutput, SamplingParams
 from slora_jax.engine import Engine
+from tests.engine.tiny_engine import constrained
 from tests.parity.random_adapters import write_adapters
 
 HERE = Path(__file__).parent
@@ -46,26 +45,6 @@ def engine(smollm2_gguf: Path, adapters: dict[str, str]) -> Engine:
         record_logits=True,
     )
     return Engine.from_pretrained(smollm2_gguf, adapters, config)
-
-
-@contextlib.contextmanager
-def constrained(engine: Engine, *, free_pages: int, chunk: int, seed: int) -> Iterator[None]:
-    """Leave the pool so many pages in random order, and prefill in chunks of `chunk` tokens."""
-    pool, scheduler = engine._pool, engine._scheduler
-    for adapter in engine._adapters.resident:
-        engine._adapters._evict(adapter)
-    engine.reset_prefix_cache()
-    random.Random(seed).shuffle(pool._free)
-    hostages = pool.allocate(pool.num_free - free_pages, "kv")
-    limits = scheduler._limits
-    scheduler._limits = dataclasses.replace(limits, max_chunk_tokens=chunk)
-    assert hostages is not None
-    try:
-        yield
-    finally:
-        scheduler._limits = limits
-        pool.release(hostages)
-        engine.check_integrity()
 
 
 def run(engine: Engine, order: list[int]) -> list[RequestOutput]:

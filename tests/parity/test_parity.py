@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -27,6 +28,14 @@ CASES: list[dict[str, Any]] = json.loads((HERE / "expected.json").read_text())["
 EXPECTED = np.load(HERE / "expected.npz")
 N_TOKENS = len(CASES[0]["token_ids"])
 GREEDY = SamplingParams(max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_as_for_users() -> Iterator[None]:
+    quickly: bool = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 @pytest.fixture(scope="module")

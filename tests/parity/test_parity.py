@@ -127,7 +127,7 @@ def test_adapters_loaded_and_unloaded_midway(engine: Engine, adapters: dict[str,
     engine.load_adapter(second, adapters[second])
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
 def test_batch_mates_do_not_change_a_result(engine: Engine, seed: int) -> None:
     """Permuted and thinned batches, greedy and sampled."""
     rng = random.Random(seed)

@@ -11,15 +11,16 @@ import pytest
 
 CACHE = Path(__file__).resolve().parent.parent / "build" / "test-cache"
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
+    # Most of a run is compiling tiny programs. tests/parity compiles as users do; with 0 here, all do.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ["JAX_NUM_CPU_DEVICES"] = "4"  # of processes that tests start, too: they find what is compiled
 os.environ["XDG_CACHE_HOME"] = str(CACHE)  # engines compile into it, too; never into the user's own cache
 
 import jax  # noqa: E402 (reads JAX_PLATFORMS when it is imported)
 
 from slora_jax.cli import smollm2  # noqa: E402
 
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "slora-jax" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

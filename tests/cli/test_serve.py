@@ -22,7 +22,7 @@ def test_serve(tiny_model_dir: Path, tmp_path: Path) -> None:
     write_peft_adapter(tmp_path / "q", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4}, std=0.5)
     command = [sys.executable, "-m", "slora_jax.cli.main", "serve", str(tiny_model_dir), "--port", "0"]
     command += ["--adapters", f"q={tmp_path / 'q'}", "--served-model-name", "tiny", "--api-key", "secret"]
-    command += ["--load-format", "dummy", "--dtype", "float32", "--num-pages", "64", "--max-batch-size", "4"]
+    command += ["--load-format", "dummy", "--dtype", "float32", "--num-pages", "64", "--max-batch-size", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None

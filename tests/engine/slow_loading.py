@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slora_jax.outputs import StreamEvent
-from tests.engine.simulated_engine import simulated_engine
-from tests.engine.simulated_runner import Disk, StagingRunner, simulated_adapter
+from tests.engine.simulated_engine import VOCAB, simulated_engine
+from tests.engine.simulated_runner import Disk, StagingRunner, expected_tokens, simulated_adapter
+
+
+def tokens(events: Sequence[StreamEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+def want(prompt: list[int], fingerprint: int, n: int) -> list[int]:
+    """The tokens that an engine over the simulated device must give."""
+    return expected_tokens(prompt, fingerprint, n, VOCAB)
 
 
 class DeferredWorkers:

@@ -37,7 +37,7 @@ class SlotsMachine(EngineMachine):
 
 
 TestSlots = SlotsMachine.TestCase
-TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

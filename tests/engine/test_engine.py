@@ -19,7 +19,7 @@ from slora_jax.lora.transfer import AdapterTransfer
 from slora_jax.programs import Program
 from slora_jax.scheduling.scheduler import StepPlan
 from slora_jax.step_shape import StepShape
-from tests.engine.tiny_engine import ADAPTERS, GREEDY, PROMPTS, make_engine
+from tests.engine.tiny_engine import ADAPTERS, GREEDY, PROMPTS, constrained, make_engine
 from tests.lora.names import NO_NAMES
 from tests.lora.peft_files import write_peft_adapter
 
@@ -116,15 +116,10 @@ def test_repetition_is_penalised_over_prompt_and_output_also_after_preemption(en
     for out in want:
         assert len(set(out)) == len(out)
         assert not set(out) & {1, 2, 3, 4}
-    for adapter in engine._adapters.resident:
-        engine._adapters._evict(adapter)
-    engine.reset_prefix_cache()
-    hostages = engine._pool.allocate(engine._pool.num_free - 9, "kv")
-    assert hostages is not None
     before = engine.stats().preemptions
-    outs = engine.generate(prompts, None, params)
+    with constrained(engine, free_pages=9):
+        outs = engine.generate(prompts, None, params)
     assert engine.stats().preemptions > before
-    engine._pool.release(hostages)
     assert [o.token_ids for o in outs] == want
 
 
@@ -310,12 +305,13 @@ def test_copies_staged_in_pinned_memory_give_the_same_tokens(
 ) -> None:
     """What a GPU does, on a CPU, whose devices have pinned host memory, too."""
     monkeypatch.setattr(slora_jax.runner, "AdapterTransfer", functools.partial(AdapterTransfer, staged=True))
-    staging = make_engine(tiny_model_dir, tensor_parallel_size=2, num_pages=160)
+    staging = make_engine(tiny_model_dir, tensor_parallel_size=2)
     for i, (name, path) in enumerate(adapters.items()):
         (staging.load_adapter if i % 2 else staging.register_adapter)(name, path)
     names = [None, *ADAPTERS]
     want = [o.token_ids for o in engine.generate(PROMPTS, names, GREEDY)]
-    assert [o.token_ids for o in staging.generate(PROMPTS, names, GREEDY)] == want
+    with constrained(staging, free_pages=159):
+        assert [o.token_ids for o in staging.generate(PROMPTS, names, GREEDY)] == want
     assert staging.stats().adapter_loads >= len(ADAPTERS)
 
 

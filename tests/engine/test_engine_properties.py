@@ -24,7 +24,7 @@ from tests.engine.simulated_runner import (
 from tests.engine.slow_loading import Bench
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

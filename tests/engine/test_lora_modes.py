@@ -13,7 +13,7 @@ from slora_jax import EngineConfig, SamplingParams
 from slora_jax.engine import Engine
 from tests.engine.tiny_engine import ADAPTERS, GREEDY, PROMPTS, make_engine
 
-SLOTS = {"unified_memory": False, "adapter_slots": 2, "max_lora_rank": 40, "num_pages": 900}
+SLOTS = {"unified_memory": False, "adapter_slots": 2, "max_lora_rank": 40}
 MODES: dict[str, dict[str, Any]] = {
     "slots": SLOTS,
     "padded-bmm": {"lora_mode": "padded-bmm"},
@@ -58,16 +58,8 @@ def test_what_was_merged_before_leaves_no_trace(
     tiny_model_dir: Path, adapters: dict[str, Path], dtype: str
 ) -> None:
     """Base and adapters give the same logits to the bit, whatever was merged in between."""
-    config = EngineConfig(
-        dtype=dtype,  # type: ignore[arg-type]
-        load_format="dummy",
-        lora_mode="merge",
-        max_model_len=256,
-        num_pages=300,
-        record_logits=True,
-        enable_prefix_caching=False,
-    )
-    engine = Engine.from_pretrained(tiny_model_dir, dict(adapters), config)
+    fields = {"record_logits": True, "enable_prefix_caching": False}
+    engine = make_engine(tiny_model_dir, adapters, dtype=dtype, lora_mode="merge", **fields)
     base = [np.asarray(leaf) for leaf in engine._runner.parameters()]
 
     def logits(name: str | None) -> Any:

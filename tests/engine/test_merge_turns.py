@@ -36,9 +36,9 @@ class MergeInSlotsMachine(EngineMachine):
 
 
 TestMerge = MergeMachine.TestCase
-TestMerge.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMerge.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestMergeInSlots = MergeInSlotsMachine.TestCase
-TestMergeInSlots.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestMergeInSlots.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

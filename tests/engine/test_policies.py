@@ -238,7 +238,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 TestPolicies = PolicyMachine.TestCase
-TestPolicies.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPolicies.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 from slora_jax.engine import Engine
 from slora_jax.weights import load_model_config, resolve_model
 from tests.conftest import TINY_CONFIG
-from tests.engine.tiny_engine import GREEDY, make_engine
+from tests.engine.tiny_engine import GREEDY, constrained, make_engine
 from tests.lora.peft_files import write_peft_adapter
 
 SYSTEM = [(7 * i) % 300 for i in range(50)]  # three full pages of 16 tokens, and two tokens
@@ -63,17 +63,17 @@ def test_logits_and_tokens_are_those_without_the_cache(plain: Engine, cached: En
 
 @pytest.mark.parametrize("chunk", [5, 16, None])
 def test_it_changes_nothing_under_preemption_and_chunked_prefill(
-    plain: Engine, tiny_model_dir: Path, folders: dict[str, Path], chunk: int | None
+    plain: Engine, cached: Engine, chunk: int | None
 ) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=70)
     want = [o.token_ids for o in plain.generate(PROMPTS, NAMES, params)]
-    small = make_engine(tiny_model_dir, folders, num_pages=30, prefill_chunk_tokens=chunk)
-    assert [o.token_ids for o in small.generate(PROMPTS, NAMES, params)] == want
-    stats = small.stats()
-    assert stats.preemptions > 0
-    assert stats.prefix_evictions > 0
-    assert stats.prefix_hit_tokens > 0
-    small.check_integrity()
+    before = cached.stats()
+    with constrained(cached, free_pages=29, chunk=chunk):
+        assert [o.token_ids for o in cached.generate(PROMPTS, NAMES, params)] == want
+    after = cached.stats()
+    assert after.preemptions > before.preemptions
+    assert after.prefix_evictions > before.prefix_evictions
+    assert after.prefix_hit_tokens > before.prefix_hit_tokens
 
 
 def test_penalties_count_the_tokens_of_a_cached_prefix_and_no_others(plain: Engine, cached: Engine) -> None:

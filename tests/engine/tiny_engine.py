@@ -1,8 +1,11 @@
-"""Real engines over the tiny model of `tests/conftest.py`, and what is asked of them."""
+"""Real engines over the tiny model of `tests/conftest.py`, what is asked of them, less memory for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +27,38 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def make_engine(model: Path, adapters: Mapping[str, Path] | None = None, **fields: Any) -> Engine:
-    """An engine with random weights in the folder's shape, and these adapters loaded."""
-    config = EngineConfig(
-        dtype="float32",
-        load_format="dummy",
-        max_batch_size=4,
-        max_step_tokens=64,
-        max_model_len=256,
-        num_pages=fields.pop("num_pages", 300),
-        **fields,
-    )
+    """An engine with random weights in the folder's shape, and these adapters loaded.
+
+    Engines whose pools are as large share compiled programs.
+    """
+    sizes = {"max_batch_size": 4, "max_step_tokens": 64, "max_model_len": 256, "num_pages": 900}
+    config = EngineConfig(**{"dtype": "float32", "load_format": "dummy", **sizes, **fields})
     engine = Engine.from_pretrained(model, config=config)
     for name, path in (adapters or {}).items():
         engine.load_adapter(name, path)
     return engine
+
+
+@contextlib.contextmanager
+def constrained(
+    engine: Engine, *, free_pages: int, chunk: int | None = None, seed: int = 0
+) -> Iterator[None]:
+    """Leave the pool so many pages in random order, and prefill in chunks of `chunk` tokens.
+
+    Compiled steps know nothing of either: an engine made for it would compile its own.
+    """
+    pool, scheduler = engine._pool, engine._scheduler
+    for adapter in engine._adapters.resident:
+        engine._adapters._evict(adapter)
+    engine.reset_prefix_cache()
+    random.Random(seed).shuffle(pool._free)
+    hostages = pool.allocate(pool.num_free - free_pages, "kv")
+    limits = scheduler._limits
+    scheduler._limits = dataclasses.replace(limits, max_chunk_tokens=chunk or limits.max_chunk_tokens)
+    assert hostages is not None
+    try:
+        yield
+    finally:
+        scheduler._limits = limits
+        pool.release(hostages)
+        engine.check_integrity()

@@ -8,19 +8,19 @@ compiled steps know nothing of.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from slora_jax import EngineConfig, RequestOutput, SamplingParams
 from slora_jax.engine import Engine
+from tests.engine.tiny_engine import constrained
 from tests.parity.random_adapters import write_adapters
 
 HERE = Path(__file__).parent
@@ -28,6 +28,14 @@ CASES: list[dict[str, Any]] = json.loads((HERE / "expected.json").read_text())["
 EXPECTED = np.load(HERE / "expected.npz")
 N_TOKENS = len(CASES[0]["token_ids"])
 GREEDY = SamplingParams(max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_as_for_users() -> Iterator[None]:
+    quickly: bool = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +54,6 @@ def engine(smollm2_gguf: Path, adapters: dict[str, str]) -> Engine:
         record_logits=True,
     )
     return Engine.from_pretrained(smollm2_gguf, adapters, config)
-
-
-@contextlib.contextmanager
-def constrained(engine: Engine, *, free_pages: int, chunk: int, seed: int) -> Iterator[None]:
-    """Leave the pool so many pages in random order, and prefill in chunks of `chunk` tokens."""
-    pool, scheduler = engine._pool, engine._scheduler
-    for adapter in engine._adapters.resident:
-        engine._adapters._evict(adapter)
-    engine.reset_prefix_cache()
-    random.Random(seed).shuffle(pool._free)
-    hostages = pool.allocate(pool.num_free - free_pages, "kv")
-    limits = scheduler._limits
-    scheduler._limits = dataclasses.replace(limits, max_chunk_tokens=chunk)
-    assert hostages is not None
-    try:
-        yield
-    finally:
-        scheduler._limits = limits
-        pool.release(hostages)
-        engine.check_integrity()
 
 
 def run(engine: Engine, order: list[int]) -> list[RequestOutput]:
@@ -139,7 +127,7 @@ def test_adapters_loaded_and_unloaded_midway(engine: Engine, adapters: dict[str,
     engine.load_adapter(second, adapters[second])
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
 def test_batch_mates_do_not_change_a_result(engine: Engine, seed: int) -> None:
     """Permuted and thinned batches, greedy and sampled."""
     rng = random.Random(seed)

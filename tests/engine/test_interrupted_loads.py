@@ -1,0 +1,139 @@
+"""Ctrl-C at any moment of a load: no request, token, page or adapter is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from slora_jax import SamplingParams
+from tests.engine.simulated_runner import (
+    BASE,
+    DirectCopy,
+    SimulatedInFlight,
+    StagingRunner,
+)
+from tests.engine.slow_loading import Bench, want
+
+GREEDY = SamplingParams(max_tokens=6)
+
+
+def busy_bench() -> tuple[Bench, dict[str, list[int]]]:
+    """Adapters that come and go, for want of pages, beside others' steps; what each request must give."""
+    bench = Bench(lambda: 1, num_pages=64, max_batch_size=3, max_step_tokens=16)
+    wanted = {bench.engine.add_request([9], None, SamplingParams(max_tokens=20)): want([9], BASE, 20)}
+    for i in range(1, 5):
+        bench.register(f"a{i}", i)
+    for length, i in itertools.product((3, 4), range(1, 5)):
+        prompt = [i] * length
+        request = bench.engine.add_request(prompt, f"a{i}", SamplingParams(max_tokens=5))
+        wanted[request] = want(prompt, i, 5)
+    return bench, wanted
+
+
+def finish(bench: Bench) -> dict[str, list[int]]:
+    """Step until all requests have ended, through every Ctrl-C; their tokens."""
+    got: dict[str, list[int]] = {}
+    for _ in range(600):
+        if not bench.engine.has_unfinished():
+            return got
+        bench.executor.run()
+        events: list[StreamEvent] = []
+        with contextlib.suppress(KeyboardInterrupt):
+            events = bench.engine.step()
+        bench.engine.check_integrity()
+        for event in events:
+            got.setdefault(event.request_id, []).extend(event.token_ids)
+    raise AssertionError("requests do not end")
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 5])
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "place"),
+    [
+        *((StagingRunner, name) for name in ("launch", "stage_adapters", "write_adapter")),
+        *((DirectCopy, name) for name in ("is_ready", "wait", "leave_pages")),
+        (SimulatedInFlight, "fetch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_ctrl_c_before_or_behind_what_the_device_does_costs_nothing(
+    owner: type, place: str, behind: bool, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, wanted = busy_bench()
+    whole, calls = getattr(owner, place), itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        now = next(calls) == nth
+        if now and not behind:
+            raise KeyboardInterrupt
+        result = whole(*args)
+        if now:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, place, interrupted)
+    assert finish(bench) == wanted
+    assert next(calls) > nth
+
+
+def test_a_second_ctrl_c_while_the_first_waits_for_the_device_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, wanted = busy_bench()
+    fetch, wait, calls = SimulatedInFlight.fetch, StagingRunner.wait, itertools.count(1)
+
+    def interrupted_fetch(step: SimulatedInFlight) -> Any:
+        fetched = fetch(step)
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return fetched
+
+    def interrupted_wait(runner: StagingRunner) -> None:
+        wait(runner)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SimulatedInFlight, "fetch", interrupted_fetch)
+    monkeypatch.setattr(StagingRunner, "wait", interrupted_wait)
+    assert finish(bench) == wanted
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_a_ctrl_c_at_any_line_of_the_loader_costs_nothing(part: int) -> None:
+    """Python raises it wherever it is; a line that is met once a load is one of two thousand."""
+
+    def interrupted(at: int) -> int:
+        """Break off at line number `at` that the loader meets; how many it met."""
+        bench, wanted = busy_bench()
+        step, before, lines, met = bench.engine.step, sys.gettrace(), itertools.count(1), 0
+
+        def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+            nonlocal met
+            if not frame.f_code.co_filename.endswith("lora/loader.py"):
+                return None
+            if event in ("line", "return"):
+                met = next(lines)
+                if met == at:
+                    raise KeyboardInterrupt
+            return trace
+
+        def traced() -> list[StreamEvent]:
+            sys.settrace(trace)
+            try:
+                return step()
+            finally:
+                sys.settrace(before)
+
+        bench.engine.step = traced  # type: ignore[method-assign]
+        assert finish(bench) == wanted
+        return met
+
+    most = interrupted(0)
+    for at in random.Random(part).sample(range(1, most + 1), 25):
+        assert interrupted(at) >= at

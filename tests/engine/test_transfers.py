@@ -1,0 +1,139 @@
+"""Copies of adapters to the device: how many at once, when they begin, what their time is counted as."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from slora_jax import SamplingParams
+from tests.engine.simulated_engine import VOCAB
+from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
+from tests.engine.slow_loading import Bench, tokens, want
+
+GREEDY = SamplingParams(max_tokens=6)
+
+
+def test_the_seconds_of_reads_and_copies_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    bench = Bench(lambda: 2, num_pages=90, max_batch_size=2, max_step_tokens=16)
+    bench.register("a", 7)
+    bench.engine.add_request([9], None, SamplingParams(max_tokens=40))
+    request = bench.engine.add_request([1, 2], "a", GREEDY)
+    ended: list[str] = []
+    for step in range(20):
+        now += 1.0
+        if step == 3:
+            bench.executor.run()
+        ended += [e.request_id for e in bench.engine.step() if e.finish_reason]
+    loading = bench.engine.stats().loading
+    assert request in ended
+    assert (loading.read_seconds, loading.copy_seconds) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize(("link", "together"), [(1.0, 1), (75_000.0, 2), (1e9, 8)])
+def test_copies_leave_the_link_to_the_input_of_the_next_step_in_time(
+    link: float, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters of 28672 bytes, steps of a second: eight tenths of what the link carries in one, but an
+    adapter at least. Without a step under way nobody is delayed.
+    """
+    clock = itertools.count()
+    monkeypatch.setattr("slora_jax.engine.time.perf_counter", lambda: next(clock) / 3)  # thrice a step
+    bench = Bench(lambda: 1, num_pages=400, max_batch_size=16, max_step_tokens=64, adapter_prefetch=8)
+    bench.engine._runner.copy_bytes_per_s = link
+    names = [f"a{i}" for i in range(8)]
+    for i, name in enumerate(names, 1):
+        bench.register(name, i)
+    running = bench.engine.add_request([9], None, SamplingParams(max_tokens=80))
+    for _ in range(3):
+        bench.engine.step()
+    for name in names:
+        bench.engine.add_request([4], name, GREEDY)
+    most = 0
+    for _ in range(60):
+        bench.executor.run()
+        bench.engine.step()
+        most = max(most, bench.engine.stats().loading.staged)
+    assert most <= together
+    assert most == together or link > 1e8  # reads come one a step
+    bench.engine.abort(running)
+    bench.run()
+    assert all(bench.engine._adapters.get(name).resident for name in names)
+
+
+def test_copies_begin_when_no_step_is_under_way_that_may_use_their_pages() -> None:
+    """But for the one that was planned since: it knows that the pages are the adapter's."""
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    bench.register("a", 7)
+    runner, under_way = bench.engine._runner, list[int]()
+    stage: Any = runner.stage_adapters
+
+    def staged(*args: Any) -> Any:
+        under_way.append(len(runner._under_way))  # type: ignore[attr-defined]
+        return stage(*args)
+
+    runner.stage_adapters = staged  # type: ignore[method-assign, assignment]
+    running = bench.engine.add_request([9], None, SamplingParams(max_tokens=20))
+    request = bench.engine.add_request([1, 2], "a", GREEDY)
+    events = bench.run()
+    assert under_way == [1]
+    assert [t for e in events[request] for t in e.token_ids] == expected_tokens([1, 2], 7, 6, VOCAB)
+    assert [t for e in events[running] for t in e.token_ids] == expected_tokens([9], BASE, 20, VOCAB)
+
+
+def test_several_adapters_travel_in_one_transfer() -> None:
+    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
+    transfers: list[int] = []
+    stage = bench.engine._runner.stage_adapters
+
+    def counted(copies: Any, pages: Any) -> Any:
+        transfers.append(len(copies))
+        return stage(copies, pages)
+
+    bench.engine._runner.stage_adapters = counted  # type: ignore[method-assign]
+    for i in range(1, 4):
+        made = simulated_adapter(bench.engine._layout, i, 8)
+        bench.engine.load_adapter(f"a{i}", made)
+        bench.engine.add_request([4], f"a{i}", GREEDY)
+    bench.run()
+    assert transfers == [3]
+
+
+def test_a_copy_for_pages_that_were_taken_back_is_not_written() -> None:
+    looks = itertools.chain([1], itertools.repeat(0))
+    bench = Bench(lambda: next(looks), num_pages=90, max_batch_size=2, max_step_tokens=16)
+    bench.engine.load_adapter("a", simulated_adapter(bench.engine._layout, 7, 8))
+    request = bench.engine.add_request([4], "a", GREEDY)
+    bench.engine.step()
+    store, loader, adapter = bench.engine._adapters, bench.engine._loader, bench.engine._adapters.get("a")
+    store.withdraw(adapter)
+    taken = bench.engine._pool.allocate(3, "kv")
+    assert taken
+    loader.seek(adapter, room=True, waits=True)
+    loader.transfer()
+    bench.engine._pool.release(taken)
+    assert tokens(bench.run()[request]) == want([4], 7, 6)
+    assert bench.engine.stats().adapter_loads == 1
+
+
+def test_pages_that_are_taken_back_are_left_by_the_copy_first() -> None:
+    """An adapter that is unloaded while it is copied: its pages are KV's at once."""
+    bench = Bench(lambda: 3, num_pages=40, max_batch_size=4, max_step_tokens=16, enable_prefix_caching=False)
+    bench.register("a", 7)
+    running = bench.engine.add_request([9], None, SamplingParams(max_tokens=60))
+    request = bench.engine.add_request([1, 2], "a", GREEDY)
+    while not bench.engine.stats().loading.staged:
+        bench.executor.run()
+        bench.engine.step()
+    bench.engine.abort(request)
+    bench.engine.unload_adapter("a")
+    others = [bench.engine.add_request([i] * 20, None, SamplingParams(max_tokens=40)) for i in range(1, 4)]
+    events = bench.run()
+    for i, other in enumerate(others, 1):
+        want = expected_tokens([i] * 20, BASE, 40, VOCAB)
+        assert [t for e in events[other] for t in e.token_ids] == want
+    got = [t for e in events[running] for t in e.token_ids]
+    assert got == expected_tokens([9], BASE, 60, VOCAB)[-len(got) :]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slora_jax import SamplingParams
+from slora_jax.outputs import StreamEvent
 from tests.engine.simulated_runner import (
     BASE,
     DirectCopy,

@@ -238,9 +238,12 @@ class DirectCopy:
             raise self._error
 
     def leave_pages(self) -> None:
-        if not self._done and self._error is None:
+        if self._done:
+            return
+        if self._error is None:
             SimulatedRunner.write_adapter(self._runner, self._copy)
         self._done = True
+        self._runner._copies = [copy for copy in self._runner._copies if copy is not self]
 
 
 class StagingRunner(SimulatedRunner):
@@ -249,7 +252,10 @@ class StagingRunner(SimulatedRunner):
     disk = Disk()
     looks: Callable[[], int] = staticmethod(lambda: 0)
     stages_adapters = True
-    _copies: tuple[DirectCopy, ...] = ()
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._copies: list[DirectCopy] = []  # under way
 
     def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> Seq[StagedCopy]:
         self.disk.fails("stage")
@@ -261,12 +267,12 @@ class StagingRunner(SimulatedRunner):
             except RuntimeError as failure:
                 error = failure
             begun.append(DirectCopy(self, ArrayCopy(host.pages, np.asarray(ids)), self.looks(), error))
-        self._copies += tuple(begun)
+        self._copies += begun
         return begun
 
     def wait(self) -> None:
         super().wait()
-        for copy in self._copies:
+        for copy in list(self._copies):
             copy.leave_pages()
 
     def write_adapter(self, staged: StagedCopy) -> None:
@@ -275,9 +281,8 @@ class StagingRunner(SimulatedRunner):
         assert staged._done
 
     def launch(self, plan: StepPlan) -> SimulatedInFlight:
-        for copy in self._copies:
+        for copy in list(self._copies):
             copy.steps_left -= 1
             if copy.steps_left < 0:
                 copy.leave_pages()
-        self._copies = tuple(copy for copy in self._copies if copy.steps_left >= 0)
         return super().launch(plan)

@@ -21,6 +21,7 @@ from benchmarks.adapters.workbench import Workbench, cut_pool
 from benchmarks.bench_engine import MODELS
 from benchmarks.sim_scheduler import POLICIES
 from slora_jax import EngineConfig
+from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape
 
 
@@ -40,8 +41,8 @@ PARTS: dict[str, Part] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, and run the parts one after the other."""
+def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> None:
+    """Parse, and run the parts one after the other, on an engine of their own or on one that is shared."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
     if args.no_unified_memory and "unified_memory" not in {f.name for f in dataclasses.fields(EngineConfig)}:
         parser.error("--no-unified-memory: this engine has no EngineConfig.unified_memory")
-    bench = Workbench(args)
+    bench = Workbench(args, engine)
     if {"thrash", "online", "fairness"} & set(args.what):  # before time is spent
         cut_pool(bench, args, max(args.working_set) if "thrash" in args.what else 1)
     bench.compile([shape for what in args.what for shape in PARTS[what].shapes(bench, args)])

@@ -144,7 +144,11 @@ def offline(args: argparse.Namespace) -> None:
     chosen = ablation(args)
     largest = max((rank for setting in args.setting for rank in SETTINGS[setting]), default=0)
     slot = {"max_lora_rank": largest} if args.adapter_slots and largest else {}
-    engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, **chosen, **slot)
+    if args.engine is not None and chosen:
+        raise SystemExit(f"offline: {', '.join(chosen)} need an engine of their own")
+    engine = args.engine or make_engine(
+        args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, **chosen, **slot
+    )
     vocab, warm_with = engine.model_config.vocab_size, set[bool]()
     for setting, n in itertools.product(args.setting, args.n):
         ranks, rng = SETTINGS[setting], np.random.default_rng(42)
@@ -203,7 +207,12 @@ def offline(args: argparse.Namespace) -> None:
 def decode(args: argparse.Namespace) -> None:
     """Milliseconds of a steady decode step, against the bytes it must read, for each combination."""
     longest = max(args.context + 2 * args.steps, MAX_MODEL_LEN)
-    engine = make_engine(args.model, max_batch=max(args.batch), max_model_len=longest)
+    engine = args.engine or make_engine(args.model, max_batch=max(args.batch), max_model_len=longest)
+    if max(args.batch) > engine.config.max_batch_size or args.context + 2 * args.steps > engine.max_model_len:
+        raise SystemExit(
+            f"decode: the shared engine has batches of {engine.config.max_batch_size} and contexts to "
+            f"{engine.max_model_len}; ask for less, or run the command alone"
+        )
     engine._runner._pool = fill_randomly(engine._runner.pool)
     for mix in args.ranks:
         ranks = [int(r) for r in mix.split("/")]
@@ -261,6 +270,8 @@ def make_resident(engine: Engine, names: Sequence[str]) -> None:
 
 def mixed(args: argparse.Namespace) -> None:
     """Milliseconds of a step that decodes for nearly a full batch and computes so many prompt tokens."""
+    if args.engine is not None:
+        raise SystemExit("mixed: prompts must not gather, which needs an engine of its own")
     engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, prefill_delay_steps=0)
     runner = engine._runner
     runner._pool = fill_randomly(runner.pool)
@@ -431,8 +442,8 @@ def gpu_name() -> str | None:
     return None if device.platform == "cpu" else device.device_kind
 
 
-def main() -> None:
-    """Parse and run one benchmark."""
+def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> None:
+    """Parse and run one benchmark, on an engine of its own or on one that is shared."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -470,7 +481,8 @@ def main() -> None:
             "--xla", nargs="+", default=[], metavar="OPTION=VALUE", help="compile with these too"
         )
         one.add_argument("--model", choices=tuple(MODELS), default="llama-2-7b")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    args.engine = engine
     GPU_OPTIONS.update(option.split("=", 1) for option in args.xla)
     args.run(args)
 

@@ -35,15 +35,16 @@ from slora_jax.step_shape import StepShape
 class Workbench:
     """One model and pool on the device, and engines of any host configuration over them.
 
-    Of the engines made, only the latest may be used: they share the device's state. `lora_groups` are the
-    groups of modules that adapters target.
+    Of the engines made, only the latest may be used: they share the device's state. `engine` is one to begin
+    with, for others to use only when this is done. `lora_groups` are the groups of modules that adapters
+    target.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, engine: Engine | None = None) -> None:
         self._began = time.perf_counter()
         self.longest: int = args.longest
         self.batch: int = args.batch
-        self._first = make_engine(
+        self._first = engine or make_engine(
             args.model,
             max_batch=self.batch,
             max_model_len=2 * self.longest + 16,

@@ -19,7 +19,8 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "slora-jax")
 
 
 def commit() -> str:
-    """The checked-out commit, "+changes" where files differ from it; "unknown" outside a git checkout.
+    """The checked-out commit, "+changes" where files differ from it (results aside); "unknown" outside a git
+    checkout.
 
     $SLORA_COMMIT overrides it, for machines that get a copy of the files only.
     """
@@ -31,7 +32,11 @@ def commit() -> str:
             ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=folder, capture_output=True, text=True, check=True
+            ["git", "status", "--porcelain", "-uno", "--", ":/", ":(exclude,top)benchmarks/results"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

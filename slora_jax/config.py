@@ -352,8 +352,8 @@ class EngineConfig:
 
     def _check_scheduling(self) -> None:
         _check(
-            self.policies <= set(POLICIES),
-            f"scheduling_policy must be one of {', '.join(POLICIES)}, or several joined by '+' "
+            self.policies <= set(POLICIES) and len(self.policies) == len(self.scheduling_policy.split("+")),
+            f"scheduling_policy must be one of {', '.join(POLICIES)}, or several, each once, joined by '+' "
             f"(vtc+cluster), got {self.scheduling_policy!r}",
         )
         _check(

@@ -50,6 +50,7 @@ def test_a_wrong_field_of_a_request_is_refused_by_name(field: str, value: Any, m
     [
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs, cluster, vtc, early-abort"),
         ({"scheduling_policy": ""}, "scheduling_policy must be one of"),
+        ({"scheduling_policy": "vtc+vtc"}, "each once"),
         ({"tenant_weights": {"a": 5e-324}}, r"tenant_weights\['a'\] must be in"),
         ({"vtc_output_price": 1e308}, "vtc_output_price must be above 0 and at most 1e"),
         ({"adapter_prefetch": 2**63}, r"adapter_prefetch must be below 2\^48"),

@@ -8,11 +8,9 @@ One thread owns an engine; only `prepare_adapter`, `under_way` and the tokenizer
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import os
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
@@ -55,7 +53,6 @@ logger = logging.getLogger(__name__)
 _STAGING_BYTES = 64 << 20  # at least, where nobody chose
 _SHOWN = 8  # names in a message
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
-_PACED_STEPS = 8  # latest steps, whose median says how much may be copied beside one
 
 
 class Engine:
@@ -97,8 +94,6 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._intake = self._new_intake()
         self._in_flight: InFlight | None = None
-        self._step_end = time.perf_counter()
-        self._step_seconds: collections.deque[float] = collections.deque(maxlen=_PACED_STEPS)
         self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
         self._others: dict[str, list[StreamEvent]] = {}  # that `_run` met, for `step`; by request id
         self._counters = dict.fromkeys(
@@ -458,11 +453,11 @@ class Engine:
                 self._scheduler.waiting.compiled()
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
+            self._loader.stepped(runs_on=launched is not None and self._in_flight is not None)
             self._loader.transfer()  # no step is under way now but the one whose plan gave them their pages
         except BaseException:  # Ctrl-C above all
             self._rewind()
             raise
-        self._pace(both=launched is not None and self._in_flight is not None)
         self._in_flight = launched
         if launched is None:
             self._last_plan = plan
@@ -524,15 +519,6 @@ class Engine:
             self._loader.transfer()
             if not self._fail_loads() and not self._loader.wait(left):
                 return plan
-
-    def _pace(self, *, both: bool) -> None:
-        """Tell the loader how long a step takes; `both`: one was waited for and the next one runs."""
-        before, self._step_end = self._step_end, time.perf_counter()
-        if both:
-            self._step_seconds.append(self._step_end - before)
-        else:
-            self._step_seconds.clear()
-        self._loader.step_seconds = statistics.median(self._step_seconds) if self._step_seconds else None
 
     def _fail_loads(self) -> bool:
         """End the requests whose adapters could not be loaded; the next ones try again."""

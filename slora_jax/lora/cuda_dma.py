@@ -12,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 _NON_BLOCKING = 1  # a stream that does not wait for the default one
 _NO_TIMING = 2
@@ -50,7 +53,7 @@ class _Copy3D(ctypes.Structure):
 
 
 class CudaCopyError(RuntimeError):
-    """The CUDA driver refused a call, or a copy failed; the text is the driver's."""
+    """The CUDA driver refused a call, or a copy failed; the text names the call and what the driver says."""
 
 
 class CudaEvent:
@@ -59,21 +62,21 @@ class CudaEvent:
     def __init__(self, dma: CudaDma) -> None:
         self._dma, self._handle = dma, ctypes.c_void_p()
         with dma.current():
-            _check(_driver().cuEventCreate(ctypes.byref(self._handle), _NO_TIMING))
-            _check(_driver().cuEventRecord(self._handle, dma.stream))
+            _call("cuEventCreate", ctypes.byref(self._handle), _NO_TIMING)
+            _call("cuEventRecord", self._handle, dma.stream)
 
     def is_done(self) -> bool:
         """Whether all before it is done; raises CudaCopyError where that failed."""
         with self._dma.current():
             status = _driver().cuEventQuery(self._handle)
         if status != _NOT_READY:
-            _check(status)
+            _check("cuEventQuery", status)
         return bool(status == 0)
 
     def wait(self) -> None:
         """Until it is done; raises CudaCopyError where that failed."""
         with self._dma.current():
-            _check(_waiting_driver().cuEventSynchronize(self._handle))
+            _check("cuEventSynchronize", _waiting_driver().cuEventSynchronize(self._handle))
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self._handle and not _is_finalizing():
@@ -85,13 +88,13 @@ class CudaDma:
     """A stream of copies to one device, in the context that JAX uses. One thread at a time."""
 
     def __init__(self, device: jax.Device) -> None:
-        driver, ordinal = _driver(), ctypes.c_int()
+        ordinal = ctypes.c_int()
         self._context, self.stream = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(driver.cuInit(0))
-        _check(driver.cuDeviceGet(ctypes.byref(ordinal), device.local_hardware_id))
-        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), ordinal))
+        _call("cuInit", 0)
+        _call("cuDeviceGet", ctypes.byref(ordinal), device.local_hardware_id)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
         with self.current():
-            _check(driver.cuStreamCreate(ctypes.byref(self.stream), _NON_BLOCKING))
+            _call("cuStreamCreate", ctypes.byref(self.stream), _NON_BLOCKING)
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.stream and not _is_finalizing():
@@ -101,11 +104,11 @@ class CudaDma:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Calls are made in this device's context."""
-        _check(_driver().cuCtxPushCurrent_v2(self._context))
+        _call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
         finally:
-            _check(_driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def copy(
         self,
@@ -129,7 +132,7 @@ class CudaDma:
         copy.source.pitch = copy.target.pitch = row_bytes
         copy.source.height, copy.target.height = source_rows, target_rows
         with self.current():
-            _check(_driver().cuMemcpy3DAsync_v2(ctypes.byref(copy), self.stream))
+            _call("cuMemcpy3DAsync_v2", ctypes.byref(copy), self.stream)
 
     def event(self) -> CudaEvent:
         """The point at which the copies that were begun so far are done."""
@@ -138,16 +141,17 @@ class CudaDma:
     def wait(self) -> None:
         """Until all copies that were begun are done; raises CudaCopyError where one failed."""
         with self.current():
-            _check(_waiting_driver().cuStreamSynchronize(self.stream))
+            _check("cuStreamSynchronize", _waiting_driver().cuStreamSynchronize(self.stream))
 
 
 def is_available(device: jax.Device) -> bool:
-    """Whether a device is CUDA's, and its driver is found."""
+    """Whether a device is CUDA's, and its driver is found; the log says if it is not."""
     if not device.client.platform_version.startswith("cuda"):
         return False
     try:
         _driver()
-    except OSError:
+    except OSError as error:
+        logger.warning("the CUDA driver's library cannot be called from here: %s", error)
         return False
     return True
 
@@ -168,8 +172,12 @@ def _waiting_driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(status: int) -> None:
+def _call(name: str, *args: Any) -> None:
+    _check(name, getattr(_driver(), name)(*args))
+
+
+def _check(name: str, status: int) -> None:
     if status:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
-        raise CudaCopyError(f"CUDA error {status}: {(text.value or b'unknown').decode()}")
+        raise CudaCopyError(f"{name}: CUDA error {status}, {(text.value or b'unknown').decode()}")

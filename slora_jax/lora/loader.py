@@ -12,10 +12,12 @@ comes in: entries hold the list of pages that they were begun for.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _READERS = 4  # threads
 _STEP_SHARE = 0.8  # of the time of a step, for which copies may keep the link to the device
+_PACED_STEPS = 8  # latest steps, whose median is that time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +92,10 @@ class _Transfer:
 class AdapterLoader:
     """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
 
-    `staging_bytes` bounds what is copied at a time; a larger adapter goes alone. While steps run, of
-    `step_seconds` each (None: none runs), no more is begun than is done before the next one's input comes,
-    which would wait behind it for the link. `measured(pages, seconds)`
-    is told what each copy took, from its begin to the `settle` that found it done, and the pages of all that
-    were begun together.
+    `staging_bytes` bounds what is copied at a time; a larger adapter goes alone. While steps run (`stepped`
+    tells), no more is begun than is done before the next one's input comes, which would wait behind it for
+    the link. `measured(pages, seconds)` is told what each copy took, from its begin to the `settle` that
+    found it done, and the pages of all that were begun together.
     """
 
     def __init__(
@@ -108,7 +110,10 @@ class AdapterLoader:
         self._measured = measured
         self._store, self._device, self._read = store, device, read
         self._staging_bytes = staging_bytes
-        self.step_seconds: float | None = None
+        self._step_end = time.perf_counter()
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=_PACED_STEPS)
+        self._most_bytes: float = staging_bytes  # that may be under way
+        self._bytes_under_way = 0  # host bytes of _transfers
         self._readers = DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
@@ -148,7 +153,7 @@ class AdapterLoader:
         No step may be under way that was planned when these pages were another's.
         """
         waiting = [t for t in self._transfers if t.copy is None and t.valid]
-        self._transfers = [t for t in self._transfers if t.copy is not None]
+        self._set_transfers([t for t in self._transfers if t.copy is not None])
         if not waiting:
             return
         since, together = time.monotonic(), sum(len(t.pages) for t in waiting)
@@ -164,9 +169,21 @@ class AdapterLoader:
         for t, copy in zip(waiting, copies, strict=True):
             t.copy, t.since, t.together = copy, since, together
             t.adapter.copy = copy
-        self._transfers += waiting
+        self._set_transfers(self._transfers + waiting)
 
     # -- between steps --
+
+    def stepped(self, *, runs_on: bool) -> None:
+        """A step has been waited for, or there was none; `runs_on`: another is under way behind it."""
+        before, self._step_end = self._step_end, time.perf_counter()
+        self._most_bytes = self._staging_bytes
+        if not runs_on:
+            self._step_seconds.clear()
+            return
+        self._step_seconds.append(self._step_end - before)
+        if (link := self._device.copy_bytes_per_s) is not None:
+            step = statistics.median(self._step_seconds)
+            self._most_bytes = min(self._most_bytes, _STEP_SHARE * step * link)
 
     def settle(self) -> None:
         """Take reads and copies that are done; never waits for one that is not."""
@@ -198,7 +215,7 @@ class AdapterLoader:
         """After a step that broke off, perhaps in here (Ctrl-C), and with nothing under way on the device:
         adapters that were on their way to it are sought anew, and so are those whose read was lost.
         """
-        self._transfers = []
+        self._set_transfers([])
         for adapter in self._store:
             if adapter.state == "staged":
                 self._store.withdraw(adapter)
@@ -262,6 +279,8 @@ class AdapterLoader:
             assert reading == (adapter.state == "reading"), f"adapter '{adapter.name}' is {adapter.state}"
             staged = adapter.generation in valid
             assert staged == (adapter.state == "staged"), f"adapter '{adapter.name}' is {adapter.state}"
+        under_way = sum(t.adapter.host_bytes for t in self._transfers)
+        assert self._bytes_under_way == under_way, "bytes are counted that are not under way"
         promised = sum(read.adapter.host_bytes for read in self._reading.values())
         assert self._store.host.promised == promised, "bytes are promised to reads that are not under way"
 
@@ -311,14 +330,14 @@ class AdapterLoader:
                     seconds = time.monotonic() - entry.since
                     self._copy_seconds += seconds
                     self._measured(entry.together, seconds)
-        self._transfers = under_way
+        self._set_transfers(under_way)
+
+    def _set_transfers(self, transfers: list[_Transfer]) -> None:
+        self._transfers = transfers
+        self._bytes_under_way = sum(t.adapter.host_bytes for t in transfers)
 
     def _may_stage(self, nbytes: int) -> bool:
-        under_way = sum(t.adapter.host_bytes for t in self._transfers)
-        limit: float = self._staging_bytes
-        if self.step_seconds is not None and self._device.copy_bytes_per_s is not None:
-            limit = min(limit, _STEP_SHARE * self.step_seconds * self._device.copy_bytes_per_s)
-        if under_way and under_way + nbytes > limit:
+        if self._transfers and self._bytes_under_way + nbytes > self._most_bytes:
             self._staging_full_in = self._store.host.turn
         return self._staging_full_in != self._store.host.turn
 
@@ -329,6 +348,7 @@ class AdapterLoader:
         self._hits += not adapter.fresh
         adapter.fresh = False
         self._transfers.append(_Transfer(adapter, adapter.pages, host))
+        self._bytes_under_way += adapter.host_bytes
         if not self._device.stages_adapters:  # nothing is copied before the write: no reason to wait
             self.transfer()
             self._settle_copies()
@@ -338,6 +358,7 @@ class AdapterLoader:
             copy.wait()  # done already; raises where it failed
             self._device.write_adapter(copy)
         except Exception as error:
+            adapter.copy = None  # over: its pages are left
             self._fail(adapter, error)
             return
         self._store.settle(adapter)

@@ -91,6 +91,7 @@ class PagePool:
     def release(self, pages: Sequence[int], kind: PageKind = "kv") -> None:
         """An adapter's pages are free again; KV pages have one reference fewer, without any they are free."""
         if kind == "adapter":
+            assert len(pages) <= self._adapter_pages, "adapters' pages are released more often than allocated"
             self._adapter_pages -= len(pages)
             self._free_adapter += pages
             return

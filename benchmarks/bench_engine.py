@@ -130,13 +130,17 @@ def offline_shapes(engine: Engine, *, ranks: Sequence[int]) -> list[StepShape]:
     All prompts wait from the begin, so that only the first step has no decodes.
     """
     buckets = engine._runner.buckets
-    groups = {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)} if ranks else ()
-    usual = buckets.usual(engine._runner.expect(groups), pages=buckets.pages[-1])
+    usual = buckets.usual(engine._runner.expect(attention_groups() if ranks else ()), pages=buckets.pages[-1])
     shapes = [s for s in usual if s.decode_rows or s.prefill_tokens == buckets.prefill_tokens[-1]]
     if ranks and engine.config.lora_mode == "padded-bmm":
         padded = -(-max(ranks) // 8)
         return [buckets.with_lora(s, (padded,), s.lora_groups) for s in shapes if s.lora]
     return [s for s in shapes if bool(s.lora) == bool(ranks)]
+
+
+def attention_groups() -> set[int]:
+    """The groups of modules that random adapters are on."""
+    return {i for i, g in enumerate(GROUPS) if set(g) & set(MODULES)}
 
 
 def offline(args: argparse.Namespace) -> None:
@@ -213,6 +217,11 @@ def decode(args: argparse.Namespace) -> None:
             f"decode: the shared engine has batches of {engine.config.max_batch_size} and contexts to "
             f"{engine.max_model_len}; ask for less, or run the command alone"
         )
+    buckets, groups = engine._runner.buckets, attention_groups() if max(args.distinct) else set()
+    rows = {buckets.fit(decodes=n, prefill_tokens=0, prefill_seqs=0, pages=1, bias=0).decode_rows
+            for n in args.batch}  # fmt: skip
+    usual = buckets.usual(engine._runner.expect(groups), pages=buckets.pages[-1])
+    engine._runner.compile([s for s in usual if not s.prefill_tokens and s.decode_rows in rows])
     engine._runner._pool = fill_randomly(engine._runner.pool)
     for mix in args.ranks:
         ranks = [int(r) for r in mix.split("/")]

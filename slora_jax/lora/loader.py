@@ -92,9 +92,10 @@ class _Transfer:
 class AdapterLoader:
     """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
 
-    `staging_bytes` bounds what is copied at a time; a larger adapter goes alone. While steps run (`stepped`
-    tells), no more is begun than is done before the next one's input comes, which would wait behind it for
-    the link. `measured(pages, seconds)` is told what each copy took, from its begin to the `settle` that
+    `staging_bytes` bounds what is on its way; a larger adapter goes alone. While steps run (`stepped`
+    tells), no more is copied at a time than is done before the next one's input comes, which would wait
+    behind it for the link; what was sought since waits for the next `transfer`.
+    `measured(pages, seconds)` is told what each copy took, from its begin to the `settle` that
     found it done, and the pages of all that were begun together.
     """
 
@@ -112,8 +113,8 @@ class AdapterLoader:
         self._staging_bytes = staging_bytes
         self._step_end = time.perf_counter()
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_PACED_STEPS)
-        self._most_bytes: float = staging_bytes  # that may be under way
-        self._bytes_under_way = 0  # host bytes of _transfers
+        self._most_bytes: float = staging_bytes  # that may be copied at a time
+        self._bytes_under_way = self._bytes_to_begin = 0  # host bytes of _transfers; of those not begun
         self._readers = DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
@@ -148,12 +149,16 @@ class AdapterLoader:
         return adapter.resident
 
     def transfer(self) -> None:
-        """Begin the copies of adapters that were given pages since the last call, all together.
+        """Begin the copies of adapters that were given pages since, all together: as many as may be under
+        way with those that are not done.
 
         No step may be under way that was planned when these pages were another's.
         """
-        waiting = [t for t in self._transfers if t.copy is None and t.valid]
-        self._set_transfers([t for t in self._transfers if t.copy is not None])
+        begun = [t for t in self._transfers if t.copy is not None]
+        to_begin = [t for t in self._transfers if t.copy is None and t.valid]
+        waiting = self._first_of(to_begin, beside=begun) if to_begin else []
+        later = to_begin[len(waiting) :]
+        self._set_transfers(begun + later)
         if not waiting:
             return
         since, together = time.monotonic(), sum(len(t.pages) for t in waiting)
@@ -169,7 +174,7 @@ class AdapterLoader:
         for t, copy in zip(waiting, copies, strict=True):
             t.copy, t.since, t.together = copy, since, together
             t.adapter.copy = copy
-        self._set_transfers(self._transfers + waiting)
+        self._set_transfers(begun + waiting + later)
 
     # -- between steps --
 
@@ -279,8 +284,9 @@ class AdapterLoader:
             assert reading == (adapter.state == "reading"), f"adapter '{adapter.name}' is {adapter.state}"
             staged = adapter.generation in valid
             assert staged == (adapter.state == "staged"), f"adapter '{adapter.name}' is {adapter.state}"
-        under_way = sum(t.adapter.host_bytes for t in self._transfers)
-        assert self._bytes_under_way == under_way, "bytes are counted that are not under way"
+        counted = self._bytes_under_way, self._bytes_to_begin
+        self._set_transfers(self._transfers)
+        assert counted == (self._bytes_under_way, self._bytes_to_begin), "bytes on their way are miscounted"
         promised = sum(read.adapter.host_bytes for read in self._reading.values())
         assert self._store.host.promised == promised, "bytes are promised to reads that are not under way"
 
@@ -335,9 +341,25 @@ class AdapterLoader:
     def _set_transfers(self, transfers: list[_Transfer]) -> None:
         self._transfers = transfers
         self._bytes_under_way = sum(t.adapter.host_bytes for t in transfers)
+        self._bytes_to_begin = sum(t.adapter.host_bytes for t in transfers if t.copy is None)
+
+    def _first_of(self, to_begin: Sequence[_Transfer], *, beside: Sequence[_Transfer]) -> list[_Transfer]:
+        """Those that may be copied now, beside copies that were begun earlier; one at least beside none."""
+        nbytes = sum(t.adapter.host_bytes for t in beside if t.copy is not None and not t.copy.is_ready())
+        first: list[_Transfer] = []
+        for t in to_begin:
+            if nbytes and nbytes + t.adapter.host_bytes > self._most_bytes:
+                break
+            nbytes += t.adapter.host_bytes
+            first.append(t)
+        return first
 
     def _may_stage(self, nbytes: int) -> bool:
-        if self._transfers and self._bytes_under_way + nbytes > self._most_bytes:
+        """Whether so much may be sought beside what is on its way: as much as one `transfer` begins."""
+        room: float = self._staging_bytes - self._bytes_under_way if self._transfers else nbytes
+        if self._bytes_to_begin:
+            room = min(room, self._most_bytes - self._bytes_to_begin)
+        if nbytes > room:
             self._staging_full_in = self._store.host.turn
         return self._staging_full_in != self._store.host.turn
 
@@ -349,6 +371,7 @@ class AdapterLoader:
         adapter.fresh = False
         self._transfers.append(_Transfer(adapter, adapter.pages, host))
         self._bytes_under_way += adapter.host_bytes
+        self._bytes_to_begin += adapter.host_bytes
         if not self._device.stages_adapters:  # nothing is copied before the write: no reason to wait
             self.transfer()
             self._settle_copies()

@@ -1,16 +1,20 @@
 """Does a backend compute what plain JAX in float32 computes? Logits and greedy tokens of mixed batches.
 
     python -m benchmarks.compare_backends            # every backend this device can have
+    python -m benchmarks.compare_backends --peft     # SmolLM2, mixed adapters, against PEFT in float32
 
 Random weights in two shapes (head dim 64 and 128, grouped heads), adapters of mixed ranks and modules,
 prompts longer and shorter than a tile, chunked prefill. Reported for each backend: the relative error of the
 logits over the steps up to the first token that differs (the two then see different inputs), and how many
-tokens agree.
+tokens agree. With --peft the answers are those that transformers + PEFT gave in float32 (tests/parity), and
+the engine is the one of those tests: on a GPU in bfloat16. Then also how often the next token agrees where
+both have seen the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 from pathlib import Path
@@ -22,10 +26,13 @@ import numpy as np
 from benchmarks.bench_engine import gpu_name
 from benchmarks.record import record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
+from slora_jax.cli import smollm2
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import pack_adapter
 from slora_jax.lora.peft import LoraAdapter, LoraWeights, module_features
+from tests.engine.tiny_engine import constrained
+from tests.parity import peft_cases
 
 SHAPES = {
     "e64": ModelConfig(1024, 576, 3, 9, 3, 64, 1536, 2048),
@@ -116,15 +123,49 @@ def compare(
     }
 
 
+def compare_with_peft() -> None:
+    """All cases in one batch; then in few shuffled pages, with preemption, in chunks of seven tokens.
+
+    Raises SystemExit where the logits are not near PEFT's.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        engine = peft_cases.make_engine(smollm2.find_gguf(), peft_cases.write_peft_adapters(Path(folder)))
+        what = {"model": "SmolLM2-135M-Instruct", "against": "PEFT float32"}
+        what |= {"backend": engine._runner.backend.name, "dtype": engine.config.dtype}
+        order, far = range(len(peft_cases.CASES)), []
+        for pool, limits in (
+            ("ample", contextlib.nullcontext()),
+            ("150 shuffled pages, chunks of 7", constrained(engine, free_pages=150, chunk=7, seed=3)),
+        ):
+            with limits:
+                result = peft_cases.distance_to_peft(order, peft_cases.run(engine, order))
+            case = what | {"pool": pool}
+            print(f"{case}: {result}", flush=True)
+            agreement = result.pop("agreement")
+            extra = {**result, "tolerance": peft_cases.BF16_TOLERANCE, "requests": len(order)}
+            record("engine", "greedy_agreement", case, agreement, "of tokens", gpu=gpu_name(), **extra)
+            if result["worst_error"] >= peft_cases.BF16_TOLERANCE:
+                far.append(pool)
+        value = peft_cases.next_token_agreement(engine)
+        print(f"next token, {what}: {value}", flush=True)
+        record("engine", "next_token_agreement", what, value, "of tokens", gpu=gpu_name())
+    if far:
+        raise SystemExit(f"not within {peft_cases.BF16_TOLERANCE} of PEFT's logits: {'; '.join(far)}")
+
+
 def main() -> None:
-    """Run every shape on every backend against xla in float32."""
+    """Run every shape on every backend against xla in float32, or the model of the tests against PEFT."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
     parser.add_argument("--step-tokens", type=int, default=256, help="longest step; prompts are cut to it")
     parser.add_argument("--tokens", type=int, default=24, help="output tokens of each request")
+    parser.add_argument("--peft", action="store_true", help="SmolLM2 against PEFT's answers")
     args = parser.parse_args()
+    if args.peft:
+        compare_with_peft()
+        return
     sizes = {"step_tokens": args.step_tokens, "tokens": args.tokens}
     for name in args.shapes:
         want = run(SHAPES[name], "float32", "xla", **sizes)

@@ -3,31 +3,35 @@ fp32.
 
 Expected tokens and logits are recorded by `record_peft.py`. One engine serves all tests here (compiling is
 what costs); smaller pools, other chunk sizes and shuffled pages are set on its scheduler and allocator, which
-compiled steps know nothing of.
+compiled steps know nothing of. On a GPU (`JAX_PLATFORMS=cuda python -m pytest tests/parity`) the engine
+computes in bfloat16 with its kernels, and logits are compared to a tolerance while the tokens are the same.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
-from slora_jax import EngineConfig, RequestOutput, SamplingParams
+from slora_jax import RequestOutput, SamplingParams
 from slora_jax.engine import Engine
 from tests.engine.tiny_engine import constrained
-from tests.parity.random_adapters import write_adapters
+from tests.parity.peft_cases import (
+    BF16_TOLERANCE,
+    CASES,
+    GREEDY,
+    N_TOKENS,
+    assert_equal_to_peft,
+    distance_to_peft,
+    make_engine,
+    run,
+    write_peft_adapters,
+)
 
-HERE = Path(__file__).parent
-CASES: list[dict[str, Any]] = json.loads((HERE / "expected.json").read_text())["cases"]
-EXPECTED = np.load(HERE / "expected.npz")
-N_TOKENS = len(CASES[0]["token_ids"])
-GREEDY = SamplingParams(max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+EXACT = jax.default_backend() == "cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,39 +44,25 @@ def compiled_as_for_users() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {name: str(path) for name, path in write_adapters(tmp_path_factory.mktemp("adapters")).items()}
+    return write_peft_adapters(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
 def engine(smollm2_gguf: Path, adapters: dict[str, str]) -> Engine:
-    config = EngineConfig(
-        dtype="float32",
-        max_batch_size=16,
-        max_step_tokens=128,
-        max_model_len=256,
-        num_pages=700,
-        record_logits=True,
-    )
-    return Engine.from_pretrained(smollm2_gguf, adapters, config)
+    return make_engine(smollm2_gguf, adapters)
 
 
-def run(engine: Engine, order: list[int]) -> list[RequestOutput]:
-    return engine.generate(
-        [CASES[i]["prompt_token_ids"] for i in order], [CASES[i]["adapter"] for i in order], GREEDY
-    )
+def assert_as_peft(order: Sequence[int], outs: Sequence[RequestOutput]) -> None:
+    if EXACT:
+        assert_equal_to_peft(order, outs)
+    else:
+        distance = distance_to_peft(order, outs)
+        assert distance["worst_error"] < BF16_TOLERANCE, distance
 
 
-def assert_equal_to_peft(order: list[int], outs: list[RequestOutput]) -> None:
-    """Token for token, and every step's logits to 1e-3 of their scale."""
-    for i, out in zip(order, outs, strict=True):
-        assert out.token_ids == CASES[i]["token_ids"], CASES[i]["name"]
-        logits = out.logits
-        assert logits is not None
-        scale = np.abs(EXPECTED["logits"][i]).max(axis=1, keepdims=True)
-        error = np.abs(logits[:, EXPECTED["vocabulary_ids"]] - EXPECTED["logits"][i]) / scale
-        assert error.max() < 1e-3, (CASES[i]["name"], error.max())
-        np.testing.assert_allclose(logits.max(axis=1), EXPECTED["max"][i], rtol=1e-3)
-        np.testing.assert_allclose(np.linalg.norm(logits, axis=1), EXPECTED["norm"][i], rtol=1e-3)
+def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens are the same before the first that differs."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 def test_there_is_enough_to_compare() -> None:
@@ -84,7 +74,7 @@ def test_there_is_enough_to_compare() -> None:
 
 def test_one_mixed_batch(engine: Engine) -> None:
     order = list(range(len(CASES)))
-    assert_equal_to_peft(order, run(engine, order))
+    assert_as_peft(order, run(engine, order))
     assert engine.stats().preemptions == 0
 
 
@@ -95,7 +85,7 @@ def test_small_shuffled_pool_with_preemption_and_chunks_of_seven(engine: Engine)
         outs = run(engine, order)
     assert engine.stats().preemptions > before.preemptions
     assert engine.stats().adapter_evictions > before.adapter_evictions
-    assert_equal_to_peft(order, outs)
+    assert_as_peft(order, outs)
 
 
 def test_adapters_loaded_and_unloaded_midway(engine: Engine, adapters: dict[str, str]) -> None:
@@ -122,7 +112,9 @@ def test_adapters_loaded_and_unloaded_midway(engine: Engine, adapters: dict[str,
     while engine.has_unfinished():
         step()
     for request_id, case in ids.items():
-        assert got[request_id] == case["token_ids"], case["name"]
+        if EXACT:
+            assert got[request_id] == case["token_ids"], case["name"]
+        assert max(CASES, key=lambda c: same_tokens(got[request_id], c["token_ids"])) is case, case["name"]
     engine.load_adapter(first, adapters[first], replace=True)
     engine.load_adapter(second, adapters[second])
 
@@ -132,7 +124,7 @@ def test_batch_mates_do_not_change_a_result(engine: Engine, seed: int) -> None:
     """Permuted and thinned batches, greedy and sampled."""
     rng = random.Random(seed)
     order = rng.sample(range(len(CASES)), k=7)
-    assert_equal_to_peft(order, run(engine, order))
+    assert_as_peft(order, run(engine, order))
     params = [
         SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=40, seed=i) for i in range(len(CASES))
     ]
@@ -145,5 +137,7 @@ def test_batch_mates_do_not_change_a_result(engine: Engine, seed: int) -> None:
         )
         return dict(zip(order, (o.token_ids for o in outs), strict=True))
 
+    if not EXACT:  # what a product rounds to may depend on how many rows it has
+        return
     whole = sampled(list(range(len(CASES))))
     assert sampled(order) == {i: whole[i] for i in order}

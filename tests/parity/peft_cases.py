@@ -1,4 +1,4 @@
-"""What transformers + PEFT say about SmolLM2 with random adapters (`record_peft.py`), and an engine for it."""
+"""What transformers + PEFT say of SmolLM2 with random adapters (`record_peft.py`), and an engine for it."""
 
 from __future__ import annotations
 

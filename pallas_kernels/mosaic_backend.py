@@ -53,11 +53,11 @@ class MosaicPlanner:
         return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """Four times the rung below.
+        """Four times the rung below; without prompts 64, 128, 256, 1024, ... items.
 
-        Decodes begin with 64 items: so few are divided over several thread blocks each. Steps with prompts
-        begin with room for usual ranks, because each rung costs seconds to compile and LoRA is a small part
-        of their time.
+        Up to 64 and 128 items are divided over 4 and 2 thread blocks each. Steps with prompts begin with
+        room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of their
+        time.
         """
         if rung == 0:
             return 0, 0, 0
@@ -66,8 +66,9 @@ class MosaicPlanner:
             while items < 2 * (shape.decode_rows + shape.prefill_seqs):
                 items *= 4
             runs = -(-prompts // TILE) + prompts // (4 * TILE) + 1
-            tiles = pl.next_power_of_2(USUAL_ITEMS * runs)
-        items, tiles = items * 4 ** (rung - 1), tiles * 4 ** (rung - 1)
+            items, tiles = (n * 4 ** (rung - 1) for n in (items, pl.next_power_of_2(USUAL_ITEMS * runs)))
+        else:
+            items *= rung if rung < 3 else 4 ** (rung - 2)
         chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
         widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)
         pages = -(-(items + tiles) * SLOTS * widest // shape.chunks_per_page)

@@ -59,7 +59,7 @@ SETTINGS = {"none": (), "S1": (8,), "S2": (64, 32, 16, 8), "S4": (64, 32, 16)}
 MAX_MODEL_LEN = 1040
 WARM_UP = 300  # requests
 RUNS = 3  # tries to measure one in which nothing is compiled
-PROFILED = 12  # steps
+FIRST_STEPS, PROFILED = 4, 12  # steps of `decode`
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARES = {  # kernels of a profile by what they do
     "lora": r"lora",
@@ -209,9 +209,14 @@ def offline(args: argparse.Namespace) -> None:
 
 
 def decode(args: argparse.Namespace) -> None:
-    """Milliseconds of a steady decode step, against the bytes it must read, for each combination."""
+    """Milliseconds of a steady decode step, against the bytes it must read, for each combination.
+
+    Raises SystemExit at the end where the pool does not hold all of them.
+    """
     longest = max(args.context + 2 * args.steps, MAX_MODEL_LEN)
-    engine = args.engine or make_engine(args.model, max_batch=max(args.batch), max_model_len=longest)
+    engine = args.engine or make_engine(
+        args.model, max_batch=max(args.batch), max_model_len=longest, memory_fraction=args.memory_fraction
+    )
     if max(args.batch) > engine.config.max_batch_size or args.context + 2 * args.steps > engine.max_model_len:
         raise SystemExit(
             f"decode: the shared engine has batches of {engine.config.max_batch_size} and contexts to "
@@ -223,15 +228,41 @@ def decode(args: argparse.Namespace) -> None:
     usual = buckets.usual(engine._runner.expect(groups), pages=buckets.pages[-1])
     engine._runner.compile([s for s in usual if not s.prefill_tokens and s.decode_rows in rows])
     engine._runner._pool = fill_randomly(engine._runner.pool)
+    too_much = []
     for mix in args.ranks:
         ranks = [int(r) for r in mix.split("/")]
         names = register_adapters(engine, random_adapters(engine, ranks), max(args.distinct))
         for batch in args.batch:
             for distinct in args.distinct:
-                if distinct <= batch and (distinct or mix == args.ranks[0]):
+                if distinct > batch or (not distinct and mix != args.ranks[0]):
+                    continue
+                if need := pages_lacking(engine, args, batch, names[:distinct]):
+                    too_much.append(f"batch {batch}, {distinct} adapters of ranks {mix} ({need} pages more)")
+                else:
                     measure_decode(engine, args, batch, names[:distinct], ranks)
         for name in names:
             engine.unload_adapter(name)
+    if too_much:
+        raise SystemExit(
+            f"decode: the pool of {engine.stats().pages_total} pages does not hold {'; '.join(too_much)}: "
+            "lower --context or --steps, or raise --memory-fraction and XLA_PYTHON_CLIENT_MEM_FRACTION"
+        )
+
+
+def pages_lacking(engine: Engine, args: argparse.Namespace, batch: int, names: Sequence[str]) -> int:
+    """How many more the pool must have to hold these sequences to their last step and these adapters."""
+    tokens = args.context - args.steps // 2 + FIRST_STEPS + args.steps + PROFILED + 2
+    adapters = sum(engine._adapters.get(name).num_pages for name in names)
+    need = batch * engine._scheduler.pages_for(tokens) + adapters
+    return max(0, need - engine.stats().pages_total)
+
+
+def clear(engine: Engine) -> None:
+    """End whatever it runs."""
+    for request in list(engine._requests):
+        engine.abort(request)
+    while engine.has_unfinished():
+        engine.step()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -341,8 +372,8 @@ def measure_decode(
         jax.block_until_ready(runner.pool)
         return (time.perf_counter() - started) / steps
 
-    started = time.perf_counter()
-    run(4)
+    started, preemptions = time.perf_counter(), engine.stats().preemptions
+    run(FIRST_STEPS)
     compiling = time.perf_counter() - started
     with counting_late_launches(engine) as late:
         milliseconds = 1e3 * run(args.steps)
@@ -364,10 +395,9 @@ def measure_decode(
             for m in MODULES
         )
     )
-    for request in list(engine._requests):
-        engine.abort(request)
-    while engine.has_unfinished():
-        engine.step()
+    if engine.stats().preemptions > preemptions:
+        raise RuntimeError(f"sequences were preempted: no step of {batch} was timed")
+    clear(engine)
     case = {"model": args.model, "batch": batch, "context": args.context, "distinct": len(names)}
     case["ranks"] = "/".join(map(str, ranks)) if names else ""
     extra = {
@@ -477,6 +507,7 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
         "--ranks", nargs="+", default=["16"], help="mixes of ranks that take turns: 16, 64/32/16/8"
     )
     step.add_argument("--steps", type=int, default=40)
+    step.add_argument("--memory-fraction", type=float, default=EngineConfig.memory_fraction)
     step.set_defaults(run=decode)
     both = commands.add_parser("mixed", help="milliseconds of a step of decodes and prompts")
     both.add_argument("--context", type=int, default=400)

@@ -3,8 +3,8 @@
     python -m benchmarks.together llama-2-7b "bench_adapters loads" "bench_engine offline --n 1000"
 
 Each command is as it would be alone, without `--model`; one that wants another engine (`mixed`,
-`offline --lora-mode ..`) ends with a message. One that fails does not keep the others from running; the exit
-status then is 1.
+`offline --lora-mode ..`) ends with a message. One that fails does not keep the others from running, nor
+leaves them anything; the exit status then is 1.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from benchmarks import bench_adapters, bench_engine
+from slora_jax import EngineConfig
 from slora_jax.engine import Engine
 
 COMMANDS: dict[str, Callable[[Sequence[str], Engine], None]] = {
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=bench_engine.MAX_MODEL_LEN)
     parser.add_argument("--max-lora-rank", type=int, default=64)
+    parser.add_argument("--memory-fraction", type=float, default=EngineConfig.memory_fraction)
     args = parser.parse_args(argv)
     commands = [command.split() for command in args.commands]
     for command in commands:
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         max_batch=args.max_batch,
         max_model_len=args.max_model_len,
         max_lora_rank=args.max_lora_rank,
+        memory_fraction=args.memory_fraction,
     )
     started, failed = time.perf_counter(), []
     for name, *rest in commands:
@@ -50,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             COMMANDS[name]([*rest, "--model", args.model], engine)
         except (Exception, SystemExit):
             traceback.print_exc()
+            bench_engine.clear(engine)
+            for adapter in engine.adapters():
+                engine.unload_adapter(adapter.name)
             failed.append(" ".join((name, *rest)))
         print(f"{name} {' '.join(rest)}: over after {time.perf_counter() - started:.0f} s", flush=True)
     if failed:

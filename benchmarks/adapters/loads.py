@@ -15,8 +15,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.adapters.workbench import Workbench, milliseconds, pinned_copy_bandwidth
-from benchmarks.adapters.workload import clear
-from benchmarks.bench_engine import fill_randomly, make_resident, register_adapters, start_decoding
+from benchmarks.bench_engine import (
+    clear,
+    fill_randomly,
+    make_resident,
+    register_adapters,
+    start_decoding,
+)
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape

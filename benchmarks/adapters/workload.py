@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bench_engine import clear
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 
@@ -86,14 +87,6 @@ def add(engine: Engine, draw: Draw, **fields: Any) -> str:
     """Queue a request whose output length is forced; its id."""
     sampling = SamplingParams(max_tokens=draw.output_len, temperature=0, ignore_eos=True)
     return engine.add_request(draw.prompt, draw.adapter, sampling, **fields)
-
-
-def clear(engine: Engine) -> None:
-    """End whatever it runs."""
-    for request in list(engine._requests):
-        engine.abort(request)
-    while engine.has_unfinished():
-        engine.step()
 
 
 @dataclasses.dataclass(frozen=True)

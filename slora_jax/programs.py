@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from slora_jax.exported_steps import ExportedSteps
 from slora_jax.models.llama import Llama
 from slora_jax.step import (
     POOL_SPEC,
@@ -88,12 +89,21 @@ class LayeredStep:
 
 
 class ProgramBuilder:
-    """Compiles programs for a model over a mesh; safe to call from several threads."""
+    """Compiles programs for a model over a mesh; safe to call from several threads.
+
+    `exported`: where lowered steps are kept from one start to the next (None: nowhere).
+    """
 
     def __init__(
-        self, config: StepConfig, mesh: Mesh, model: Llama, pool: jax.Array, slots: SlotState
+        self,
+        config: StepConfig,
+        mesh: Mesh,
+        model: Llama,
+        pool: jax.Array,
+        slots: SlotState,
+        exported: ExportedSteps | None = None,
     ) -> None:
-        self._config, self._mesh = config, mesh
+        self._config, self._mesh, self._exported = config, mesh, exported
         self._ends = ModuleLeaves.split(model.ends)
         self._layers = [ModuleLeaves.split(m) for m in model.layers]
         self._pool, self._slots = jax.tree.map(_abstract, (pool, slots))
@@ -204,7 +214,11 @@ class ProgramBuilder:
         if found is None:
             started = time.perf_counter()
             with jax.default_matmul_precision(self._precision):
-                lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
+                step = jax.jit(fn, donate_argnums=donate)
+                if self._exported is not None and not self._layered:
+                    kept = self._exported.lowered(part, step, args)
+                    step = jax.jit(kept.call, donate_argnums=donate) if kept is not None else step
+                lowered = step.lower(*args)
             lowering = time.perf_counter()
             sharding = NamedSharding(self._mesh, REPEATED)
             outputs = jax.tree.map(

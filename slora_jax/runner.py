@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import os
+import pathlib
 import time
 import weakref
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from slora_jax.batch import BatchBuilder
 from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.exported_steps import ExportedSteps
 from slora_jax.lora.merging import WeightMerger
 from slora_jax.lora.transfer import AdapterTransfer, HostCopy, StagedCopy
 from slora_jax.memory.layout import GROUPS, PageLayout
@@ -106,7 +108,17 @@ class ModelRunner:
         )
         model = Llama(model_config, _fuse(model_config, layout.tp, mesh, params))
         self._pool, self._slots = _initial_state(model_config, config, mesh, layout, num_pages)
-        self._builder = ProgramBuilder(step_config, mesh, model, self._pool, self._slots)
+        exported = None
+        if jax.config.jax_compilation_cache_dir and self._device_memory:  # a CPU has no whole steps
+            exported = ExportedSteps(
+                pathlib.Path(jax.config.jax_compilation_cache_dir) / "steps",
+                identity=(
+                    *(device.platform, device.device_kind, capability, mesh.shape_tuple),
+                    *(model_config, layout, self.backend.name, config.lora_mode),
+                    *(config.max_logprobs, config.record_logits),
+                ),
+            )
+        self._builder = ProgramBuilder(step_config, mesh, model, self._pool, self._slots, exported)
         self.buckets = ShapeBuckets.for_engine(
             layout,
             self.backend,

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import export
 from jax.sharding import PartitionSpec
 
 from slora_jax.batch import unpack
@@ -61,6 +62,15 @@ class StepOutput:
     tokens: jax.Array  # i32[R]; -1 where the logits were not finite
     sample: SampleResult
     logits: jax.Array | None  # f32[R, vocab] with record_logits
+
+
+for _node in (SlotState, StepOutput, SampleResult):  # what whole steps take and give, in `exported_steps`
+    export.register_pytree_node_serialization(
+        _node,
+        serialized_name=f"{_node.__module__}.{_node.__name__}",
+        serialize_auxdata=lambda _: b"",  # all their fields are arrays
+        deserialize_auxdata=lambda _: (),
+    )
 
 
 @jax.tree_util.register_dataclass

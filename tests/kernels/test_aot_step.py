@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from slora_jax import ModelConfig
+from slora_jax.exported_steps import ExportedSteps
 from slora_jax.memory.layout import PageLayout
 from slora_jax.models.llama import Llama, model_specs
 from slora_jax.models.rope import Rope
@@ -43,8 +44,19 @@ def test_the_padded_baseline_too_is_one_graph_and_bounds_its_copies(tmp_path: Pa
     assert aot.large_temporaries(compiled) < 2 * GATHER_BYTES
 
 
+def test_a_step_that_was_kept_on_disk_compiles_to_the_same(tmp_path: Path) -> None:
+    exported = ExportedSteps(tmp_path / "steps", (), platforms=("cuda",))
+    compile_step(LLAMA_8B, MOSAIC, 100, 512, tmp_path, exported)
+    assert len(list((tmp_path / "steps").iterdir())) == 1
+
+
 def compile_step(
-    config: ModelConfig, backend: Backend, lora: int, prefill_tokens: int, tmp_path: Path
+    config: ModelConfig,
+    backend: Backend,
+    lora: int,
+    prefill_tokens: int,
+    tmp_path: Path,
+    exported: ExportedSteps | None = None,
 ) -> jax.stages.Compiled:
     """A step of up to 256 decodes, with a LoRA work list of the first rung that holds `lora`."""
     layout = PageLayout.for_model(config, 16, 1)
@@ -87,7 +99,13 @@ def compile_step(
     packed = aot.shape((shape.packed_size,), jnp.int32)
     options = GPU_OPTIONS | {"xla_dump_to": str(tmp_path)}
     args = ends.leaves, [m.leaves for m in layers], pool, slots, packed
-    compiled = aot.compile_for_h200(mapped, *args, donate=(2, 3), options=options)
+    step: Any = mapped
+    if exported is not None:
+        for _ in range(2):  # the second one is read
+            kept = exported.lowered("step", jax.jit(mapped, donate_argnums=(2, 3)), args)
+            assert kept is not None
+            step = kept.call
+    compiled = aot.compile_for_h200(step, *args, donate=(2, 3), options=options)
     assert aot.command_buffers(tmp_path) == 1
     pool_bytes = 2 * pool.size
     assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes  # type: ignore[union-attr]

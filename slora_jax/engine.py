@@ -45,6 +45,7 @@ from slora_jax.sampling_params import SamplingParams
 from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
 from slora_jax.scheduling.waiting import WaitingQueue
 from slora_jax.sharding.mesh import make_mesh
+from slora_jax.step_times import StepTimes
 from slora_jax.text import Tokenizer, load_tokenizer
 from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_model_config, resolve_model
 
@@ -101,6 +102,7 @@ class Engine:
             0,
         )
         self._last_step = (0.0, 0)
+        self._times = StepTimes()
         self._last_plan = self._planned = StepPlan([], [])  # counted; made, and perhaps not launched yet
 
     @classmethod
@@ -443,18 +445,24 @@ class Engine:
 
     def _step(self) -> list[StreamEvent]:
         started = time.perf_counter()
+        self._times.begin()
         for overdue in self._scheduler.waiting.overdue(running=len(self._scheduler.running)):
             self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
         try:
             self._planned = plan = self._schedule()
+            self._times.part("scheduling")
             compilations = self._runner.compilations
             launched = self._runner.launch(plan) if plan else None
-            if self._runner.compilations > compilations:
+            self._times.part("launch")
+            compiled = self._runner.compilations > compilations
+            if compiled:
                 self._scheduler.waiting.compiled()
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
+            self._times.part("waiting for the step before")
             self._loader.stepped(runs_on=launched is not None and self._in_flight is not None)
             self._loader.transfer()  # no step is under way now but the one whose plan gave them their pages
+            self._times.part("beginning copies of adapters")
         except BaseException:  # Ctrl-C above all
             self._rewind()
             raise
@@ -463,6 +471,7 @@ class Engine:
             self._last_plan = plan
         else:
             self._count(plan, time.perf_counter() - started)
+            self._times.end(compiled=compiled, doing=self.under_way)
         events, self._undelivered = self._undelivered, []
         return events
 

@@ -213,11 +213,14 @@ def decode(args: argparse.Namespace) -> None:
 
     Raises SystemExit at the end where the pool does not hold all of them.
     """
-    longest = max(args.context + 2 * args.steps, MAX_MODEL_LEN)
+    longest = last_context(args)
     engine = args.engine or make_engine(
-        args.model, max_batch=max(args.batch), max_model_len=longest, memory_fraction=args.memory_fraction
+        args.model,
+        max_batch=max(args.batch),
+        max_model_len=max(longest, MAX_MODEL_LEN),
+        memory_fraction=args.memory_fraction,
     )
-    if max(args.batch) > engine.config.max_batch_size or args.context + 2 * args.steps > engine.max_model_len:
+    if max(args.batch) > engine.config.max_batch_size or longest > engine.max_model_len:
         raise SystemExit(
             f"decode: the shared engine has batches of {engine.config.max_batch_size} and contexts to "
             f"{engine.max_model_len}; ask for less, or run the command alone"
@@ -249,11 +252,15 @@ def decode(args: argparse.Namespace) -> None:
         )
 
 
+def last_context(args: argparse.Namespace) -> int:
+    """Tokens of a sequence behind its last step."""
+    return int(args.context - args.steps // 2 + FIRST_STEPS + args.steps + PROFILED + 2)
+
+
 def pages_lacking(engine: Engine, args: argparse.Namespace, batch: int, names: Sequence[str]) -> int:
     """How many more the pool must have to hold these sequences to their last step and these adapters."""
-    tokens = args.context - args.steps // 2 + FIRST_STEPS + args.steps + PROFILED + 2
     adapters = sum(engine._adapters.get(name).num_pages for name in names)
-    need = batch * engine._scheduler.pages_for(tokens) + adapters
+    need = batch * engine._scheduler.pages_for(last_context(args)) + adapters
     return max(0, need - engine.stats().pages_total)
 
 
@@ -343,9 +350,8 @@ def mixed(args: argparse.Namespace) -> None:
         milliseconds = 1e3 * run(args.steps, prompt_tokens)
         computed = engine.stats().last_step_tokens
         with tempfile.TemporaryDirectory() as trace:
-            jax.profiler.start_trace(trace)
-            run(4, prompt_tokens)
-            jax.profiler.stop_trace()
+            with jax.profiler.trace(trace):
+                run(4, prompt_tokens)
             profile = read_profile(trace, 4, milliseconds)
         case = {"model": args.model, "decodes": 240, "context": args.context, "prompt_tokens": prompt_tokens}
         case |= {"distinct": args.distinct, "ranks": args.ranks} if names else {}
@@ -379,9 +385,8 @@ def measure_decode(
         milliseconds = 1e3 * run(args.steps)
     tokens = sum(s.num_computed for s in engine._scheduler.running) - batch * args.steps // 2
     with tempfile.TemporaryDirectory() as trace:
-        jax.profiler.start_trace(trace)
-        run(PROFILED)
-        jax.profiler.stop_trace()
+        with jax.profiler.trace(trace):
+            run(PROFILED)
         profile = read_profile(trace, PROFILED, milliseconds)
     params = sum(leaf.nbytes for leaf in runner.parameters())
     kv = tokens * layout.n_layers * layout.page_elems * layout.tp / layout.page_tokens * 2
@@ -425,8 +430,10 @@ def counting_late_launches(engine: Engine) -> Iterator[list[float]]:
         return in_flight
 
     engine._runner.launch = watched  # type: ignore[method-assign]
-    yield late
-    engine._runner.launch = launch  # type: ignore[method-assign]
+    try:
+        yield late
+    finally:
+        engine._runner.launch = launch  # type: ignore[method-assign]
 
 
 def read_profile(folder: str, steps: int, milliseconds: float) -> dict[str, Any]:

@@ -164,6 +164,8 @@ def main() -> None:
     parser.add_argument("--peft", action="store_true", help="SmolLM2 against PEFT's answers")
     args = parser.parse_args()
     if args.peft:
+        if vars(args) != vars(parser.parse_args(["--peft"])):
+            parser.error("--peft goes alone: its model, batches and lengths are those of tests/parity")
         compare_with_peft()
         return
     sizes = {"step_tokens": args.step_tokens, "tokens": args.tokens}

@@ -53,7 +53,7 @@ class MosaicPlanner:
         return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """Four times the rung below; without prompts 64, 128, 256, 1024, ... items.
+        """With prompts four times the rung below; without 64, 128, 256, 1024, ... items.
 
         Up to 64 and 128 items are divided over 4 and 2 thread blocks each. Steps with prompts begin with
         room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of their

@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 import jax
 import jax.numpy as jnp
 
+from slora_jax import interrupts
 from slora_jax.compile_cache import enable_compile_cache
 from slora_jax.completion import OutputCollector, accept_token, end
 from slora_jax.config import EngineConfig, ModelConfig
@@ -232,6 +233,7 @@ class Engine:
         Call.of(requests)
         self._enqueue(requests)
 
+    @interrupts.held()
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
         handed out yet, or [] where there is no such request.
@@ -249,8 +251,11 @@ class Engine:
 
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
-        self._claim(self._others.keys())
-        return self._step()
+        with interrupts.held():
+            self._claim(self._others.keys())
+            self._step()
+        events, self._undelivered = self._undelivered, []  # no Ctrl-C between here and the return
+        return events
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
@@ -372,6 +377,7 @@ class Engine:
         targets = self._registry.target_modules() or set(MODULES)
         self._runner.warmup((i for i, group in enumerate(GROUPS) if targets & set(group)), progress)
 
+    @interrupts.held()
     def reset_prefix_cache(self) -> None:
         """Free every cached page that no running sequence holds."""
         self._prefixes.clear()
@@ -443,7 +449,8 @@ class Engine:
             taken_ids=self._requests,
         )
 
-    def _step(self) -> list[StreamEvent]:
+    def _step(self) -> None:
+        """Schedule and launch, then collect what the step before sampled, into `_undelivered`."""
         started = time.perf_counter()
         self._times.begin()
         for overdue in self._scheduler.waiting.overdue(running=len(self._scheduler.running)):
@@ -460,7 +467,8 @@ class Engine:
             if self._in_flight is not None:
                 self._undelivered += self._collect(self._in_flight)
             self._times.part("waiting for the step before")
-            self._loader.stepped(runs_on=launched is not None and self._in_flight is not None)
+            runs, follows = launched is not None, self._in_flight is not None
+            self._loader.stepped(runs=runs, timed=runs and follows and not compiled)
             self._loader.transfer()  # no step is under way now but the one whose plan gave them their pages
             self._times.part("beginning copies of adapters")
         except BaseException:  # Ctrl-C above all
@@ -472,8 +480,6 @@ class Engine:
         else:
             self._count(plan, time.perf_counter() - started)
             self._times.end(compiled=compiled, doing=self.under_way)
-        events, self._undelivered = self._undelivered, []
-        return events
 
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
         """Step until these requests have ended, yielding their events; others' wait for the next `step`.
@@ -484,21 +490,29 @@ class Engine:
         try:
             self._enqueue(requests, queue_limits=False)
             while self._claim(mine) or not all(r.finished for r in requests):
-                events = self._step()
-                for event in events:
-                    if event.request_id not in mine:
-                        self._others.setdefault(event.request_id, []).append(event)
+                with interrupts.held():
+                    self._step()
+                    events, self._undelivered = self._undelivered, []
+                    for event in events:
+                        if event.request_id not in mine:
+                            self._others.setdefault(event.request_id, []).append(event)
                 yield from (e for e in events if e.request_id in mine)
         finally:
-            for request in requests:
-                if self._requests.get(request.request_id) is request:
-                    self.abort(request.request_id)
-            self._claim(mine)
-            self._undelivered = [e for e in self._undelivered if e.request_id not in mine]
-            if not self._requests and self._in_flight is not None:
-                # The step ahead, whose tokens nobody wants. A process must not exit while it runs.
-                self._undelivered += self._collect(self._in_flight)
-                self._in_flight = None
+            self._leave(requests)
+
+    @interrupts.held()
+    def _leave(self, requests: Seq[Request]) -> None:
+        """Whoever asked for these requests goes: end them, and with the last ones the step ahead."""
+        mine = {r.request_id for r in requests}
+        for request in requests:
+            if self._requests.get(request.request_id) is request:
+                self.abort(request.request_id)
+        self._claim(mine)
+        self._undelivered = [e for e in self._undelivered if e.request_id not in mine]
+        if not self._requests and self._in_flight is not None:
+            # Its tokens nobody wants. A process must not exit while it runs.
+            self._undelivered += self._collect(self._in_flight)
+            self._in_flight = None
 
     def _claim(self, request_ids: Set[str]) -> bool:
         """Have the next step hand out what `_run` kept of these requests; False where that is nothing."""
@@ -512,6 +526,8 @@ class Engine:
         long: others may come meanwhile.
         """
         until = time.monotonic() + _LOAD_WAIT
+        if self._in_flight is None:
+            self._loader.idle()
         while True:
             self._loader.settle()
             self._fail_loads()
@@ -537,6 +553,7 @@ class Engine:
                 self._undelivered += self._end(request, "error", reason)
         return bool(failures)
 
+    @interrupts.held()
     def _enqueue(self, requests: Seq[Request], *, queue_limits: bool = True) -> None:
         """All of them, or none and an error."""
         ids: set[str] = set()
@@ -563,6 +580,7 @@ class Engine:
             for sequence in request.sequences:
                 self._scheduler.waiting.add(sequence)
 
+    @interrupts.held()
     def _rewind(self) -> None:
         """After a step that broke off: sampled tokens that were not collected are computed again, to the same
         values, and adapters on their way to the device are sent anew. Cannot mend a pool that the device
@@ -571,7 +589,7 @@ class Engine:
         self._in_flight = None
         try:
             self._runner.wait()  # the pages that they use will be others'
-        finally:  # also where a second Ctrl-C came meanwhile
+        finally:
             self._loader.rewind()
             for request in self._requests.values():
                 for sequence in request.sequences:
@@ -580,7 +598,8 @@ class Engine:
 
     def _collect(self, in_flight: InFlight) -> list[StreamEvent]:
         """Wait for a step and hand its tokens to their sequences; those that have ended are passed over."""
-        fetched = in_flight.fetch()
+        with interrupts.let_in():
+            fetched = in_flight.fetch()
         tokens, counts, events = fetched["tokens"].tolist(), self._counters, []
         for row, chunk in in_flight.rows:  # hundreds, each step
             sequence = chunk.sequence

@@ -136,7 +136,7 @@ class LoadStats:
     """What bringing adapters into the pool has cost. Counters only grow; the others are of now."""
 
     reading: int = 0  # adapters that are read into host memory
-    staged: int = 0  # adapters that have pages and are copied into them
+    staged: int = 0  # adapters that have pages and are copied into them, or will be next
     host_bytes: int = 0  # of host copies
     host_hits: int = 0  # counter: loads that found a host copy
     host_misses: int = 0  # counter: loads that had to read a folder

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from slora_jax import interrupts
 from slora_jax.batch import BatchBuilder
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.exported_steps import ExportedSteps
@@ -217,7 +218,8 @@ class ModelRunner:
         found = self._programs.get(shape)
         if found is None:
             started = time.perf_counter()
-            found = self._programs[shape] = self._builder.build(shape)
+            with interrupts.let_in():
+                found = self._programs[shape] = self._builder.build(shape)
             self.compilations += 1
             logger.info(
                 "compiled a step of %d decodes and %d prompt tokens, contexts to %d, %s, in %.1f s",

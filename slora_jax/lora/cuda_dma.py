@@ -22,7 +22,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 _NON_BLOCKING = 1  # a stream that does not wait for the default one
-_NO_TIMING = 2
+_BLOCKING_SYNC, _NO_TIMING = 1, 2  # of an event: who waits for it sleeps
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 _NOT_READY = 600
 
@@ -62,7 +62,7 @@ class CudaEvent:
     def __init__(self, dma: CudaDma) -> None:
         self._dma, self._handle = dma, ctypes.c_void_p()
         with dma.current():
-            _call("cuEventCreate", ctypes.byref(self._handle), _NO_TIMING)
+            _call("cuEventCreate", ctypes.byref(self._handle), _BLOCKING_SYNC | _NO_TIMING)
             _call("cuEventRecord", self._handle, dma.stream)
 
     def is_done(self) -> bool:
@@ -88,11 +88,8 @@ class CudaDma:
     """A stream of copies to one device, in the context that JAX uses. One thread at a time."""
 
     def __init__(self, device: jax.Device) -> None:
-        ordinal = ctypes.c_int()
-        self._context, self.stream = ctypes.c_void_p(), ctypes.c_void_p()
-        _call("cuInit", 0)
-        _call("cuDeviceGet", ctypes.byref(ordinal), device.local_hardware_id)
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+        self.stream = ctypes.c_void_p()
+        self._context = _primary_context(device.local_hardware_id)
         with self.current():
             _call("cuStreamCreate", ctypes.byref(self.stream), _NON_BLOCKING)
 
@@ -159,6 +156,16 @@ def is_available(device: jax.Device) -> bool:
 def address(array: jax.Array) -> int:
     """Where an array of one device begins, in its memory or pinned on the host."""
     return int(array.unsafe_buffer_pointer())
+
+
+@functools.cache
+def _primary_context(number: int) -> ctypes.c_void_p:
+    """The context of a device that JAX uses, too; kept for the life of the process."""
+    ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(ordinal), number)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+    return context
 
 
 @functools.cache

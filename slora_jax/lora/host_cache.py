@@ -98,7 +98,8 @@ class HostCache:
         )
 
     def _on_its_way(self, adapter: Adapter) -> bool:
-        return adapter.state == "registered" and bool(adapter.users) and adapter.last_sought == self.turn
+        sought = adapter.state == "registered" and bool(adapter.users) and adapter.last_sought == self.turn
+        return sought or adapter.state == "staged"  # whose copy is read
 
 
 def host_budget(wanted: int | None, pinned_host_limit: int | None) -> int:

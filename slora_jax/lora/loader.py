@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _READERS = 4  # threads
 _STEP_SHARE = 0.8  # of the time of a step, for which copies may keep the link to the device
 _PACED_STEPS = 8  # latest steps, whose median is that time
+_FIRST_STEP = 0.01  # seconds, as long as none was timed
+_LONG_COPY = 30.0  # seconds of a copy that the log is told of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,7 @@ class _Transfer:
     host: HostCopy
     copy: StagedCopy | None = None
     since: float = 0.0  # monotonic time of its copy's begin
+    told: bool = False  # that it takes long
     together: int = 0  # pages that were copied with it, its own included
 
     @property
@@ -114,7 +117,7 @@ class AdapterLoader:
         self._step_end = time.perf_counter()
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_PACED_STEPS)
         self._most_bytes: float = staging_bytes  # that may be copied at a time
-        self._bytes_under_way = self._bytes_to_begin = 0  # host bytes of _transfers; of those not begun
+        self._bytes_on_way = self._bytes_to_begin = 0  # host bytes of _transfers; of those not begun
         self._readers = DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
@@ -178,17 +181,22 @@ class AdapterLoader:
 
     # -- between steps --
 
-    def stepped(self, *, runs_on: bool) -> None:
-        """A step has been waited for, or there was none; `runs_on`: another is under way behind it."""
+    def stepped(self, *, runs: bool, timed: bool) -> None:
+        """A step has been waited for, or there was none. `runs`: one is under way now. `timed`: the time
+        since the last call is a step's.
+        """
         before, self._step_end = self._step_end, time.perf_counter()
+        if timed:
+            self._step_seconds.append(self._step_end - before)
         self._most_bytes = self._staging_bytes
-        if not runs_on:
-            self._step_seconds.clear()
-            return
-        self._step_seconds.append(self._step_end - before)
-        if (link := self._device.copy_bytes_per_s) is not None:
-            step = statistics.median(self._step_seconds)
+        link = self._device.copy_bytes_per_s
+        if runs and link is not None:
+            step = statistics.median(self._step_seconds or [_FIRST_STEP])
             self._most_bytes = min(self._most_bytes, _STEP_SHARE * step * link)
+
+    def idle(self) -> None:
+        """No step is under way: copies delay nobody."""
+        self._most_bytes = self._staging_bytes
 
     def settle(self) -> None:
         """Take reads and copies that are done; never waits for one that is not."""
@@ -273,8 +281,13 @@ class AdapterLoader:
         """Adapters that are read or copied, and for how long. Safe in any thread."""
         now = time.monotonic()
         reads = [f"'{r.adapter.name}' (read for {now - r.since:.1f} s)" for r in list(self._reading.values())]
-        copies = [t for t in list(self._transfers) if t.valid and t.copy is not None]
-        return reads + [f"'{t.adapter.name}' (copied for {now - t.since:.1f} s)" for t in copies]
+        copies = [t for t in list(self._transfers) if t.valid]
+        return reads + [
+            f"'{t.adapter.name}' ("
+            + ("waits for its copy" if t.copy is None else f"copied for {now - t.since:.1f} s")
+            + ")"
+            for t in copies
+        ]
 
     def check_integrity(self) -> None:
         """States and what is under way agree; raises AssertionError saying what does not."""
@@ -284,9 +297,11 @@ class AdapterLoader:
             assert reading == (adapter.state == "reading"), f"adapter '{adapter.name}' is {adapter.state}"
             staged = adapter.generation in valid
             assert staged == (adapter.state == "staged"), f"adapter '{adapter.name}' is {adapter.state}"
-        counted = self._bytes_under_way, self._bytes_to_begin
-        self._set_transfers(self._transfers)
-        assert counted == (self._bytes_under_way, self._bytes_to_begin), "bytes on their way are miscounted"
+        for counted, of in (
+            (self._bytes_on_way, self._transfers),
+            (self._bytes_to_begin, [t for t in self._transfers if t.copy is None]),
+        ):
+            assert counted == sum(t.adapter.host_bytes for t in of), "bytes on their way are miscounted"
         promised = sum(read.adapter.host_bytes for read in self._reading.values())
         assert self._store.host.promised == promised, "bytes are promised to reads that are not under way"
 
@@ -326,21 +341,28 @@ class AdapterLoader:
             self._fail(adapter, error)
 
     def _settle_copies(self) -> None:
-        under_way = []
+        under_way, now = [], time.monotonic()
         for entry in self._transfers:
             if entry.copy is None or (entry.valid and not entry.copy.is_ready()):
                 under_way.append(entry)
+                if entry.copy is not None and not entry.told and now - entry.since > _LONG_COPY:
+                    entry.told = True
+                    logger.warning(
+                        "the copy of adapter '%s' to the device has not ended in %.0f s; others wait for it",
+                        entry.adapter.name,
+                        now - entry.since,
+                    )
             elif entry.valid:
                 self._write(entry.adapter, entry.copy)
                 if entry.adapter.resident:
-                    seconds = time.monotonic() - entry.since
+                    seconds = now - entry.since
                     self._copy_seconds += seconds
                     self._measured(entry.together, seconds)
         self._set_transfers(under_way)
 
     def _set_transfers(self, transfers: list[_Transfer]) -> None:
         self._transfers = transfers
-        self._bytes_under_way = sum(t.adapter.host_bytes for t in transfers)
+        self._bytes_on_way = sum(t.adapter.host_bytes for t in transfers)
         self._bytes_to_begin = sum(t.adapter.host_bytes for t in transfers if t.copy is None)
 
     def _first_of(self, to_begin: Sequence[_Transfer], *, beside: Sequence[_Transfer]) -> list[_Transfer]:
@@ -356,7 +378,7 @@ class AdapterLoader:
 
     def _may_stage(self, nbytes: int) -> bool:
         """Whether so much may be sought beside what is on its way: as much as one `transfer` begins."""
-        room: float = self._staging_bytes - self._bytes_under_way if self._transfers else nbytes
+        room: float = self._staging_bytes - self._bytes_on_way if self._transfers else nbytes
         if self._bytes_to_begin:
             room = min(room, self._most_bytes - self._bytes_to_begin)
         if nbytes > room:
@@ -370,7 +392,7 @@ class AdapterLoader:
         self._hits += not adapter.fresh
         adapter.fresh = False
         self._transfers.append(_Transfer(adapter, adapter.pages, host))
-        self._bytes_under_way += adapter.host_bytes
+        self._bytes_on_way += adapter.host_bytes
         self._bytes_to_begin += adapter.host_bytes
         if not self._device.stages_adapters:  # nothing is copied before the write: no reason to wait
             self.transfer()

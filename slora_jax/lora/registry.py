@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Set
 
 import numpy as np
 
+from slora_jax import interrupts
 from slora_jax.checks import as_kind
 from slora_jax.config import ModelConfig
 from slora_jax.errors import AdapterError
@@ -111,6 +112,7 @@ class AdapterRegistry:
         self._check_size(name, shape)
         return self.enter(name, os.fspath(path), shape, folder_stamp(path), None, replace=replace)
 
+    @interrupts.held()
     def enter(
         self,
         name: str,
@@ -132,15 +134,18 @@ class AdapterRegistry:
         nbytes = need * self._layout.page_bytes(self._dtype.itemsize)
         return self._store.info(self._store.register(name, path, shape, nbytes, stamp, host, replace=replace))
 
+    @interrupts.held()
     def unload(self, name: str) -> None:
         self._store.unregister(name)
 
+    @interrupts.held()
     def pin(self, name: str) -> AdapterInfo:
         adapter = self._store.get(name)
         self._check_pinned(self._store.pinned | {adapter}, 0, f"adapter '{name}' cannot be pinned")
         self._store.set_pinned(adapter, True)
         return self._store.info(adapter)
 
+    @interrupts.held()
     def unpin(self, name: str) -> AdapterInfo:
         adapter = self._store.get(name)
         self._store.set_pinned(adapter, False)

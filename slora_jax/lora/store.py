@@ -225,6 +225,7 @@ class AdapterStore:
         """Whether it stays resident, once it is, while nobody uses it."""
         adapter.pinned = pinned
         (self._pinned.add if pinned else self._pinned.discard)(adapter)
+        self._sought.pop(adapter.generation, None)  # those give way
         self._set_idle(adapter)
 
     @property

@@ -196,8 +196,7 @@ class AdapterTransfer:
         Raises CudaCopyError where the driver refuses; then none of the copies is under way any more.
         """
         if self._dma is not None:
-            while self._begun and self._begun[0].is_ready():
-                self._begun.popleft()
+            self._let_go()
             try:
                 begun = [self._copy_directly(pool, *each) for each in zip(copies, pages, strict=True)]
             except BaseException:
@@ -217,6 +216,7 @@ class AdapterTransfer:
         donated.
         """
         if not isinstance(staged, ArrayCopy):
+            self._let_go()
             return pool
         ids, pages = jax.device_put(staged.ids, self._repeated), staged.pages
         if not isinstance(pages, jax.Array):
@@ -248,6 +248,11 @@ class AdapterTransfer:
             self._copy_directly(pool, zeros, range(size)).wait()
             seconds.append(time.perf_counter() - started)
         return n_layers * size * elems * pool.dtype.itemsize / min(seconds)
+
+    def _let_go(self) -> None:
+        """Of the host memory of copies that are done."""
+        while self._begun and self._begun[0].is_ready():
+            self._begun.popleft()
 
     def _copy_directly(self, pool: jax.Array, host: HostCopy, pages: Sequence[int]) -> DirectCopy:
         assert self._dma is not None and isinstance(host.pages, jax.Array)

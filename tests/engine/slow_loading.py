@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slora_jax import SamplingParams
 from slora_jax.outputs import StreamEvent
 from tests.engine.simulated_engine import VOCAB, simulated_engine
-from tests.engine.simulated_runner import Disk, StagingRunner, expected_tokens, simulated_adapter
+from tests.engine.simulated_runner import BASE, Disk, StagingRunner, expected_tokens, simulated_adapter
 
 
 def tokens(events: Sequence[StreamEvent]) -> list[int]:
@@ -75,3 +78,32 @@ class Bench:
                 events.setdefault(event.request_id, []).append(event)
             self.engine.check_integrity()
         raise AssertionError("requests do not end")
+
+
+def busy_bench() -> tuple[Bench, dict[str, list[int]]]:
+    """Adapters that come and go, for want of pages, beside others' steps; what each request must give."""
+    bench = Bench(lambda: 1, num_pages=64, max_batch_size=3, max_step_tokens=16)
+    wanted = {bench.engine.add_request([9], None, SamplingParams(max_tokens=20)): want([9], BASE, 20)}
+    for i in range(1, 5):
+        bench.register(f"a{i}", i)
+    for length, i in itertools.product((3, 4), range(1, 5)):
+        prompt = [i] * length
+        request = bench.engine.add_request(prompt, f"a{i}", SamplingParams(max_tokens=5))
+        wanted[request] = want(prompt, i, 5)
+    return bench, wanted
+
+
+def finish(bench: Bench) -> dict[str, list[int]]:
+    """Step until all requests have ended, through every Ctrl-C; their tokens."""
+    got: dict[str, list[int]] = {}
+    for _ in range(600):
+        if not bench.engine.has_unfinished():
+            return got
+        bench.executor.run()
+        events: list[StreamEvent] = []
+        with contextlib.suppress(KeyboardInterrupt):
+            events = bench.engine.step()
+        bench.engine.check_integrity()
+        for event in events:
+            got.setdefault(event.request_id, []).extend(event.token_ids)
+    raise AssertionError("requests do not end")

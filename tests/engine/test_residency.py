@@ -432,3 +432,38 @@ def test_what_a_failed_load_logs_is_one_line(caplog: pytest.LogCaptureFixture) -
     told = [r.getMessage() for r in caplog.records if "could not be loaded" in r.getMessage()]
     assert len(told) == 1
     assert told[0].isprintable()
+
+
+@pytest.mark.parametrize("steps", range(4))  # a page of KV has 4 tokens
+def test_a_name_pinned_while_its_adapter_is_sought_is_not_evicted(steps: int) -> None:
+    bench = Bench(num_pages=64, max_batch_size=1, max_step_tokens=16, enable_prefix_caching=False)
+    bench.register("a", 7)
+    bench.engine.add_request([4], "a", GREEDY)
+    bench.run()
+    adapter = bench.engine._adapters.get("a")
+    bench.engine.add_request([9] * 4, None, SamplingParams(max_tokens=80))
+    bench.engine.add_request([5], "a", GREEDY)  # waits for the only slot
+    for _ in range(4 + steps):
+        bench.engine.step()
+    bench.engine.pin_adapter("a")
+    taken = bench.engine._pool.allocate(bench.engine._pool.free_for("kv"), "kv")
+    bench.engine.step()
+    bench.engine._pool.release(taken or [])
+    assert adapter.resident
+
+
+def test_the_host_copy_of_an_adapter_that_is_copied_is_not_dropped() -> None:
+    """Its memory is not free before the copy has ended."""
+    bench = Bench(
+        lambda: 10**6, num_pages=400, max_batch_size=4, max_step_tokens=64, adapter_host_bytes=30_000
+    )
+    for i in (1, 2):
+        bench.register(f"a{i}", i)
+    bench.engine.add_request([9], None, SamplingParams(max_tokens=80))
+    for name in ("a1", "a2"):
+        bench.engine.add_request([4], name, GREEDY)
+        for _ in range(4):
+            bench.engine.step()
+            bench.executor.run()
+    alive = sum(t.host.pages.nbytes for t in bench.engine._loader._transfers)
+    assert alive <= bench.engine._adapters.host.budget

@@ -45,6 +45,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(cuda_dma, "_driver", lambda: fake)
     monkeypatch.setattr(cuda_dma, "_waiting_driver", lambda: fake)
+    monkeypatch.setattr(cuda_dma, "_primary_context", cuda_dma._primary_context.__wrapped__)
     return fake
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from slora_jax.lora import cuda_dma
-from slora_jax.lora.transfer import AdapterTransfer
+from slora_jax.lora.transfer import AdapterTransfer, HostCopy
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.step import POOL_SPEC
 from tests.lora.fake_dma import FakeDma, FakeEvent
@@ -175,3 +176,16 @@ def test_a_copy_that_failed_says_so_when_it_is_taken() -> None:
     with pytest.raises(cuda_dma.CudaCopyError, match="719"):
         copy.wait()
     copy.leave_pages()  # it is over
+
+
+def test_host_memory_of_a_copy_that_is_done_is_let_go() -> None:
+    pool = jnp.zeros((2, 16, 8), jnp.float32)
+    transfer = AdapterTransfer(make_mesh(1), pool, POOL_SPEC, staged=True, dma=[FakeDma()])
+    host = HostCopy(jax.device_put(np.ones((2, 3, 8), np.float32)))
+    alive = weakref.ref(host)
+    (copy,) = transfer.stage(pool, [host], [[1, 2, 3]])
+    copy.wait()
+    transfer.write(pool, copy)
+    del host, copy
+    gc.collect()
+    assert alive() is None

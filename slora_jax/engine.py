@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 
 import jax
@@ -97,7 +97,8 @@ class Engine:
         self._intake = self._new_intake()
         self._in_flight: InFlight | None = None
         self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
-        self._others: dict[str, list[StreamEvent]] = {}  # that `_run` met, for `step`; by request id
+        self._streamed: set[str] = set()  # request ids of open streams
+        self._others: dict[str, list[StreamEvent]] = {}  # met by who did not ask for them; by request id
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens", "prefilled_tokens", "output_tokens", "finished", "aborted", "failed"),
             0,
@@ -239,27 +240,29 @@ class Engine:
         handed out yet, or [] where there is no such request.
         """
         request = self._requests.get(request_id)
-        if request is None:
-            return []
         self._claim({request_id})
         earlier = [e for e in self._undelivered if e.request_id == request_id]
         self._undelivered = [e for e in self._undelivered if e.request_id != request_id]
-        return earlier + self._end(request, "abort")
+        return earlier if request is None else earlier + self._end(request, "abort")
 
     def step(self) -> list[StreamEvent]:
-        """Launch the next step, then hand out what the one before it sampled.
+        """Launch the next step, then hand out what the one before it sampled, but for requests of a `stream`
+        that is open.
 
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
         with interrupts.held():
-            self._claim(self._others.keys())
+            self._claim(self._others.keys() - self._streamed)
             self._step()
+            if self._streamed:
+                self._keep_for_others(lambda request_id: request_id not in self._streamed)
         events, self._undelivered = self._undelivered, []  # no Ctrl-C between here and the return
         return events
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests or self._in_flight or self._undelivered or self._others)
+        kept = self._others.keys() - self._streamed
+        return bool(self._requests or self._in_flight or self._undelivered or kept)
 
     # -- adapters --
 
@@ -446,7 +449,7 @@ class Engine:
             self.tokenizer,
             frozenset(t for t in eos if 0 <= t < vocab_size),  # others cannot be sampled
             self.config.seed,
-            taken_ids=self._requests,
+            is_taken=self._is_taken,
         )
 
     def _step(self) -> None:
@@ -482,28 +485,29 @@ class Engine:
             self._times.end(compiled=compiled, doing=self.under_way)
 
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
-        """Step until these requests have ended, yielding their events; others' wait for the next `step`.
+        """Step until these requests have ended, yielding their events; others' wait for who asked for them.
 
-        Between two events the caller may step the engine for others, whose steps may end these requests.
+        Between two events the caller may step the engine or stream others: what that brings of these is kept.
         """
         mine = {r.request_id for r in requests}
         try:
-            self._enqueue(requests, queue_limits=False)
+            with interrupts.held():
+                self._enqueue(requests, queue_limits=False)
+                self._streamed |= mine
             while self._claim(mine) or not all(r.finished for r in requests):
                 with interrupts.held():
                     self._step()
+                    self._keep_for_others(mine.__contains__)
                     events, self._undelivered = self._undelivered, []
-                    for event in events:
-                        if event.request_id not in mine:
-                            self._others.setdefault(event.request_id, []).append(event)
-                yield from (e for e in events if e.request_id in mine)
+                yield from events
         finally:
             self._leave(requests)
 
     @interrupts.held()
     def _leave(self, requests: Seq[Request]) -> None:
         """Whoever asked for these requests goes: end them, and with the last ones the step ahead."""
-        mine = {r.request_id for r in requests}
+        mine = {r.request_id for r in requests} & self._streamed
+        self._streamed -= mine
         for request in requests:
             if self._requests.get(request.request_id) is request:
                 self.abort(request.request_id)
@@ -514,8 +518,23 @@ class Engine:
             self._undelivered += self._collect(self._in_flight)
             self._in_flight = None
 
+    def _is_taken(self, request_id: str) -> bool:
+        """Whether a request of this id has not ended, or has events that were not handed out."""
+        undelivered = any(event.request_id == request_id for event in self._undelivered)
+        return request_id in self._requests or request_id in self._others or undelivered
+
+    def _keep_for_others(self, is_own: Callable[[str], bool]) -> None:
+        """Keep events for whoever asked for their requests; what is left is the caller's own."""
+        own = []
+        for event in self._undelivered:
+            if is_own(event.request_id):
+                own.append(event)
+            else:
+                self._others.setdefault(event.request_id, []).append(event)
+        self._undelivered = own
+
     def _claim(self, request_ids: Set[str]) -> bool:
-        """Have the next step hand out what `_run` kept of these requests; False where that is nothing."""
+        """Have the next step hand out what was kept of these requests; False where that is nothing."""
         found = [request_id for request_id in self._others if request_id in request_ids]
         kept = [event for request_id in found for event in self._others.pop(request_id)]
         self._undelivered = kept + self._undelivered
@@ -558,9 +577,10 @@ class Engine:
         """All of them, or none and an error."""
         ids: set[str] = set()
         for request in requests:
-            if request.request_id in self._requests or request.request_id in ids:
+            if self._is_taken(request.request_id) or request.request_id in ids:
                 raise ValueError(
-                    f"request id '{request.request_id}' is in use; ids must differ among unfinished requests"
+                    f"request id '{request.request_id}' is in use; ids must differ among requests that have "
+                    "not ended, or have events that were not handed out"
                 )
             ids.add(request.request_id)
             self._intake.check_room(request)

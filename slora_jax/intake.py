@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Container
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -52,11 +52,11 @@ class RequestIntake:
         tokenizer: Tokenizer | None,
         eos: frozenset[int],
         seed: int,
-        taken_ids: Container[str] = (),
+        is_taken: Callable[[str], bool] = lambda request_id: False,
     ) -> None:
         self._limits, self._adapters = limits, adapters
         self._tokenizer, self._eos = tokenizer, eos
-        self._ids = (name for i in itertools.count() if (name := f"request-{i}") not in taken_ids)
+        self._ids = (name for i in itertools.count() if not is_taken(name := f"request-{i}"))
         self._seeds = np.random.default_rng(seed)
 
     def many(

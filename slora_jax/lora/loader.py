@@ -71,7 +71,7 @@ class _Read:
     """A read under way in a thread, begun at this monotonic time."""
 
     adapter: Adapter
-    future: concurrent.futures.Future[HostCopy]
+    future: concurrent.futures.Future[PreparedAdapter]
     since: float
 
 
@@ -335,8 +335,10 @@ class AdapterLoader:
             return
         error = future.exception()
         if error is None:
-            self._store.host.put(adapter, future.result())
-            adapter.fresh = True
+            prepared = future.result()
+            assert prepared.host is not None
+            self._store.host.put(adapter, prepared.host)
+            adapter.stamp, adapter.fresh = prepared.stamp, True
         else:
             self._fail(adapter, error)
 
@@ -432,14 +434,13 @@ class AdapterLoader:
 
 def _read_again(
     read: Callable[[str], PreparedAdapter], name: str, stamp: FolderStamp, shape: AdapterShape
-) -> HostCopy:
-    """In a reader's thread: the host copy of the adapter that was registered, or an error."""
+) -> PreparedAdapter:
+    """In a reader's thread: the adapter that was registered, or an error."""
     prepared = read(stamp.folder)
-    if prepared.stamp != stamp or prepared.packed.shape != shape:
+    if prepared.stamp is None or not prepared.stamp.fits(stamp) or prepared.packed.shape != shape:
         raise AdapterError(
             f"its files have changed since adapter '{name}' was registered; load it in place "
             "to serve the new ones",
             folder=stamp.folder,
         )
-    assert prepared.host is not None
-    return prepared.host
+    return prepared

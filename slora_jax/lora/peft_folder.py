@@ -22,6 +22,14 @@ class FolderStamp:
 
     folder: str  # absolute
     files: tuple[tuple[int, int], ...]  # (bytes, time of change in ns) of config and weights
+    checksum: int | None = None  # CRC-32 of the packed weights; None: not read yet
+
+    def fits(self, other: FolderStamp) -> bool:
+        """Whether both may be of the same files: copies may keep sizes and times, not what is read."""
+        unread = self.checksum is None or other.checksum is None
+        return (self.folder, self.files) == (other.folder, other.files) and (
+            unread or self.checksum == other.checksum
+        )
 
 
 def check_adapter_path(path: object) -> None:

@@ -6,9 +6,11 @@ is `store.py`'s, how weights come from disk to the device `loader.py`'s.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import reprlib
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Set
 
 import numpy as np
@@ -23,7 +25,7 @@ from slora_jax.lora.peft import promised_ranks, read_adapter
 from slora_jax.lora.peft_folder import FolderStamp, check_adapter_path, folder_stamp
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.lora.transfer import HostCopy
-from slora_jax.memory.layout import PageLayout
+from slora_jax.memory.layout import RANK_BLOCK, PageLayout
 from slora_jax.outputs import AdapterInfo
 from slora_jax.request import Request
 
@@ -89,6 +91,8 @@ class AdapterRegistry:
         packed = pack_adapter(adapter, self._layout, self._dtype)
         if folder_stamp(path) != stamp:
             raise AdapterError("its files changed while they were read; load it again", folder=stamp.folder)
+        content = np.ascontiguousarray(packed.pages).view(np.uint8)
+        stamp = dataclasses.replace(stamp, checksum=zlib.crc32(content))
         return PreparedAdapter(os.fspath(path), packed, stamp, self._host_copy(packed.pages))
 
     def load(
@@ -98,6 +102,7 @@ class AdapterRegistry:
         check_adapter_name(name)
         prepared = path if isinstance(path, PreparedAdapter) else self.prepare(path)
         packed, host = prepared.packed, prepared.host
+        self._check_form(name, packed)
         self._check_size(name, packed.shape)
         if host is None:
             host = self._copies.get(packed) or self._host_copy(packed.pages)
@@ -158,14 +163,24 @@ class AdapterRegistry:
         """Modules that some registered adapter targets."""
         return {m for a in self._store for m in a.shape.target_modules}
 
-    def _check_size(self, name: str, shape: AdapterShape) -> None:
-        need, slot = shape.layout.num_pages, self._store.slot_pages
-        if slot is not None and need > slot:
+    def _check_form(self, name: str, packed: PackedAdapter) -> None:
+        """Raise ValueError for one that was packed for an engine of another kind."""
+        layout, pages = self._layout, packed.pages
+        own = layout.adapter({m: RANK_BLOCK * n for m, n in packed.layout.rank_blocks.items() if n})
+        form = (layout.n_layers, packed.layout.num_pages, layout.tp * layout.page_elems), self._dtype, own
+        if (pages.shape, pages.dtype, packed.layout) != form:
             raise ValueError(
-                f"adapter '{name}' needs {need} pages, a slot without unified memory has {slot}: raise "
-                "max_lora_rank"
+                f"adapter '{name}' was prepared for an engine of another model, dtype, page_tokens or "
+                "tensor_parallel_size: prepare it with this one"
             )
-        if slot is None and need >= self._usable_pages:
+        if packed.rank > self._max_rank:
+            raise ValueError(
+                f"adapter '{name}' has rank {packed.rank}, max_lora_rank is {self._max_rank}: raise it"
+            )
+
+    def _check_size(self, name: str, shape: AdapterShape) -> None:
+        need = shape.layout.num_pages
+        if self._store.slot_pages is None and need >= self._usable_pages:  # a slot holds the largest rank
             raise ValueError(
                 f"adapter '{name}' needs {need} pages, the pool has {self._usable_pages}: "
                 "raise num_pages or pool_bytes"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import slora_jax.runner
 from slora_jax import AdapterExistsError, EngineConfig, SamplingParams, UnknownAdapterError
@@ -452,3 +455,42 @@ def test_a_compile_cache_that_cannot_be(folder: str, tiny_model_dir: Path) -> No
     config = EngineConfig(compile_cache_dir=folder)
     with pytest.raises(ValueError, match=r"compile_cache_dir '.*' cannot be made: .*; name another folder"):
         Engine.from_pretrained(tiny_model_dir, None, config)
+
+
+def test_weights_that_changed_behind_their_old_size_and_time_are_refused(
+    engine: Engine, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """As `cp -p` or `rsync -t` leave them: another read must not give another adapter."""
+    folder = tmp_path / "a"
+    shutil.copytree(next(iter(adapters.values())), folder)
+    engine.register_adapter("copied", folder)
+    first = engine.generate([PROMPTS[0]], "copied", GREEDY)[0]
+    assert first.finish_reason == "length"
+    adapter, file = engine._adapters.get("copied"), folder / "adapter_model.safetensors"
+    before = file.stat()
+    tensors = {name: -t if "lora_B" in name else t for name, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    engine._adapters._evict(adapter)
+    engine._adapters.host.drop(adapter)
+    second = engine.generate([PROMPTS[0]], "copied", GREEDY)[0]
+    assert second.finish_reason == "error"
+    assert "its files have changed" in str(second.outputs[0].error)
+    engine.load_adapter("copied", folder, replace=True)
+    assert engine.generate([PROMPTS[0]], "copied", GREEDY)[0].token_ids != first.token_ids
+    engine.unload_adapter("copied")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"page_tokens": 8}, "engine of another model"), ({"max_lora_rank": 8}, "max_lora_rank is 8: raise it")],
+)
+def test_an_adapter_that_another_engine_prepared_must_fit(
+    engine: Engine, adapters: dict[str, Path], tiny_model_dir: Path, fields: dict[str, int], reason: str
+) -> None:
+    prepared = engine.prepare_adapter(adapters["one_layer_r40"])
+    other = make_engine(tiny_model_dir, {}, **fields)
+    with pytest.raises(ValueError, match=reason):
+        other.load_adapter("a", prepared)
+    assert not other.adapters()

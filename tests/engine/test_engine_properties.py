@@ -192,6 +192,62 @@ def test_closing_a_stream_keeps_the_events_of_others() -> None:
     assert tokens == expected_tokens([1, 2, 3], BASE, 4, VOCAB)
 
 
+def test_a_caller_that_steps_between_a_stream_s_events_takes_none_of_them() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    other = engine.add_request([1, 2, 3], None, SamplingParams(max_tokens=12))
+    streamed: list[int] = []
+    stepped: list[StreamEvent] = []
+    for event in engine.stream([[4, 5]], sampling_params=SamplingParams(max_tokens=12)):
+        streamed += event.token_ids
+        stepped += engine.step()
+    while engine.has_unfinished():
+        stepped += engine.step()
+    assert streamed == expected_tokens([4, 5], BASE, 12, VOCAB)
+    assert {e.request_id for e in stepped} == {other}
+    assert [t for e in stepped for t in e.token_ids] == expected_tokens([1, 2, 3], BASE, 12, VOCAB)
+
+
+def test_an_open_stream_that_nobody_reads_leaves_others_nothing_to_do() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    stream = engine.stream([[4, 5]], sampling_params=SamplingParams(max_tokens=6))
+    head = next(stream)
+    steps = 0
+    while engine.has_unfinished():
+        assert not engine.step()
+        steps += 1
+    assert steps < 12
+    assert [t for e in (head, *stream) for t in e.token_ids] == expected_tokens([4, 5], BASE, 6, VOCAB)
+
+
+@pytest.mark.parametrize("ended_in", ["generate", "step"])
+def test_an_id_is_taken_until_its_last_event_is_handed_out(ended_in: str) -> None:
+    """Also for ids that the engine chooses."""
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    params = SamplingParams(max_tokens=2)
+    engine.add_request([1, 2, 3], None, params, "request-2")
+    outs = [engine.generate([[5, 6]], sampling_params=SamplingParams(max_tokens=9))[0]]
+    with pytest.raises(ValueError, match="'request-2' is in use"):
+        engine.add_request([7], None, params, "request-2")
+    outs += [engine.generate([[5, 6]], sampling_params=SamplingParams(max_tokens=9))[0] for _ in range(3)]
+    assert {tuple(o.token_ids) for o in outs} == {tuple(expected_tokens([5, 6], BASE, 9, VOCAB))}
+    events = engine.step() if ended_in == "step" else engine.abort("request-2")
+    assert [t for e in events for t in e.token_ids] == expected_tokens([1, 2, 3], BASE, 2, VOCAB)
+    assert engine.add_request([7], None, params, "request-2") == "request-2"
+
+
+def test_a_stream_whose_id_was_taken_meanwhile_leaves_that_request_alone() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    stream = engine.stream([[4, 5]], sampling_params=SamplingParams(max_tokens=6))  # queued when it is read
+    engine.add_request([1, 2, 3], None, SamplingParams(max_tokens=4), "request-0")
+    engine.step()
+    with pytest.raises(ValueError, match="'request-0' is in use"):
+        next(stream)
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        tokens += [t for e in engine.step() for t in e.token_ids]
+    assert tokens == expected_tokens([1, 2, 3], BASE, 4, VOCAB)
+
+
 def test_without_max_tokens_an_output_may_fill_what_the_pool_holds_beside_the_adapter() -> None:
     engine = simulated_engine(num_pages=20, max_batch_size=2, max_step_tokens=16)
     adapter = simulated_adapter(engine._runner.layout, 7, 8)  # type: ignore[attr-defined]

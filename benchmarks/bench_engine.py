@@ -84,6 +84,14 @@ def make_engine(model: str, *, max_batch: int, **fields: Any) -> Engine:
         return Engine.from_pretrained(folder, config=config)
 
 
+def ranks_of(mix: str) -> list[int]:
+    """Ranks of "64/32/16/8"; raises SystemExit."""
+    ranks = [int(rank) if rank.isdecimal() else 0 for rank in mix.split("/")]
+    if min(ranks) < 1:
+        raise SystemExit(f"--ranks: '{mix}' must be ranks of 1 and more, joined by /: 16, or 64/32/16/8")
+    return ranks
+
+
 def random_adapters(engine: Engine, ranks: Iterable[int]) -> dict[int, PreparedAdapter]:
     """By rank, a random adapter on q, k, v, o with its host copy, which all of that rank may share."""
     layout, rng, prepared = engine._layout, np.random.default_rng(0), {}
@@ -232,8 +240,12 @@ def decode(args: argparse.Namespace) -> None:
     engine._runner.compile([s for s in usual if not s.prefill_tokens and s.decode_rows in rows])
     engine._runner._pool = fill_randomly(engine._runner.pool)
     too_much = []
+    if max(args.distinct) > max(args.batch):
+        raise SystemExit(
+            f"decode: {max(args.distinct)} distinct adapters are more than a batch has sequences"
+        )
     for mix in args.ranks:
-        ranks = [int(r) for r in mix.split("/")]
+        ranks = ranks_of(mix)
         names = register_adapters(engine, random_adapters(engine, ranks), max(args.distinct))
         for batch in args.batch:
             for distinct in args.distinct:
@@ -322,7 +334,7 @@ def mixed(args: argparse.Namespace) -> None:
     engine = make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, prefill_delay_steps=0)
     runner = engine._runner
     runner._pool = fill_randomly(runner.pool)
-    ranks = [int(r) for r in args.ranks.split("/")]
+    ranks = ranks_of(args.ranks)
     names = register_adapters(engine, random_adapters(engine, ranks), args.distinct)
     start_decoding(engine, 240, args.context, names)
     turns = itertools.cycle(names or [None])
@@ -529,6 +541,12 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
         )
         one.add_argument("--model", choices=tuple(MODELS), default="llama-2-7b")
     args = parser.parse_args(argv)
+    if getattr(args, "steps", 1) < 1:
+        parser.error("--steps must be at least 1")
+    if getattr(args, "context", 1) <= getattr(args, "steps", 0) // 2:
+        parser.error("--context must be above half of --steps: the steps have this context in the mean")
+    if any("=" not in option for option in args.xla):
+        parser.error("--xla takes OPTION=VALUE")
     args.engine = engine
     GPU_OPTIONS.update(option.split("=", 1) for option in args.xla)
     args.run(args)

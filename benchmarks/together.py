@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     commands = [command.split() for command in args.commands]
     for command in commands:
-        if command[0] not in COMMANDS:
-            parser.error(f"'{command[0]}' is none of {', '.join(COMMANDS)}")
+        if not command or command[0] not in COMMANDS:
+            parser.error(f"'{' '.join(command)}' begins with none of {', '.join(COMMANDS)}")
     engine = bench_engine.make_engine(
         args.model,
         max_batch=args.max_batch,

@@ -338,6 +338,11 @@ class EngineConfig:
             "adapter_slots says how many adapters the pool holds without unified memory, and is needed then: "
             f"unified_memory is {self.unified_memory}, adapter_slots {self.adapter_slots}",
         )
+        _check(
+            self.num_pages is None or self.pool_bytes is None,
+            f"num_pages {self.num_pages} and pool_bytes {self.pool_bytes} both say how large the pool is: give "
+            "one of them",
+        )
         self._check_scheduling()
         _check(
             self.max_step_tokens >= self.max_batch_size,

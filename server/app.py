@@ -56,7 +56,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starl
     ValueError where an adapter has the base model's name: no request could ask for it.
     """
     config = config or ServerConfig()
-    metrics = ServerMetrics(config.served_model_name or engine.model_name)
+    metrics = ServerMetrics(config.served_model_name or engine.model_name, engine.max_model_len)
     metrics.watch(engine)
     engine.observer = metrics
     context = ServerContext(engine, config, metrics)

@@ -347,6 +347,11 @@ class Engine:
         """Steps launched since the start."""
         return self._counters["steps"]
 
+    @property
+    def last_step_tokens(self) -> int:
+        """Tokens that the step launched last computes, of prompts and outputs together."""
+        return self._last_step[1]
+
     def under_way(self) -> str:
         """What the engine is at, for the log of one that hangs: its last step, requests, adapters in
         transfer. Safe in any thread, also while `step` runs.

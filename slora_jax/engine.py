@@ -352,6 +352,11 @@ class Engine:
         return self._counters["steps"]
 
     @property
+    def num_compilations(self) -> int:
+        """Shapes of steps compiled, or found compiled on disk, since the start."""
+        return self._runner.compilations
+
+    @property
     def last_step_tokens(self) -> int:
         """Tokens that the step launched last computes, of prompts and outputs together."""
         return self._last_step[1]

@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import importlib.metadata
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
@@ -49,6 +49,15 @@ logger = logging.getLogger(__name__)
 _HANDLED = (ApiError, ValidationError, HTTPException, EngineDeadError, ShuttingDownError, ClientDisconnect)
 
 
+def check_base_name(base_name: str, adapters: Container[str]) -> None:
+    """Raise ValueError where an adapter has the base model's name, by which no request could ask for it."""
+    if base_name in adapters:
+        raise ValueError(
+            f"adapter '{base_name}' has the name of the base model, which would hide it: name it "
+            "otherwise, or set served_model_name"
+        )
+
+
 def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starlette:
     """An ASGI application; its lifespan starts the engine and drains it. `engine` must not have been started.
 
@@ -56,15 +65,11 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> Starl
     ValueError where an adapter has the base model's name: no request could ask for it.
     """
     config = config or ServerConfig()
-    metrics = ServerMetrics(config.served_model_name or engine.model_name)
+    metrics = ServerMetrics(config.served_model_name or engine.model_name, engine.max_model_len)
     metrics.watch(engine)
     engine.observer = metrics
     context = ServerContext(engine, config, metrics)
-    if engine.known_adapter(context.base_name) is not None:
-        raise ValueError(
-            f"adapter '{context.base_name}' has the name of the base model, which would hide it: name it "
-            "otherwise, or set served_model_name"
-        )
+    check_base_name(context.base_name, {info.name for info in engine.known_adapters})
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

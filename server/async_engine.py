@@ -42,8 +42,9 @@ from typing import Any, Protocol
 
 from slora_jax.config import EngineConfig
 from slora_jax.errors import LimitExceededError
-from slora_jax.outputs import AdapterInfo, EngineStats, StreamEvent
+from slora_jax.outputs import AdapterInfo, EngineStats, RequestMetrics, SequenceMetrics, StreamEvent
 from slora_jax.request import GenerateRequest
+from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.errors import EngineDeadError, ShuttingDownError
 from slora_jax.workers import DaemonWorkers
 
@@ -83,6 +84,8 @@ class EngineLike(Protocol):
     def has_unfinished(self) -> bool: ...
     @property
     def num_steps(self) -> int: ...
+    @property
+    def last_step_tokens(self) -> int: ...
     def under_way(self) -> str: ...
     def load_adapter(self, name: str, path: Any, *, replace: bool = False) -> AdapterInfo: ...
     def prepare_adapter(self, path: Any) -> Any: ...
@@ -97,18 +100,24 @@ class Observer(Protocol):
     """Told of latencies; `step` on the engine thread, the others on the event loop. Times in seconds.
 
     `step` is told of calls of `Engine.step` that launched work, not of those that wait for an adapter.
+    `finished` is told at once of a client that leaves; `ended` and `answered` when the engine has let go of
+    the sequence and of the last one of its request, and not where the engine died.
     """
 
-    def step(self, seconds: float) -> None: ...
+    def step(self, seconds: float, num_tokens: int) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
+    def ended(self, sequence: SequenceMetrics, submitted: float) -> None: ...
+    def answered(self, params: SamplingParams, longest: int) -> None: ...
     def refused(self, tenant: str, reason: str) -> None: ...
 
 
 class _NullObserver:
-    def step(self, seconds: float) -> None: ...
+    def step(self, seconds: float, num_tokens: int) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
+    def ended(self, sequence: SequenceMetrics, submitted: float) -> None: ...
+    def answered(self, params: SamplingParams, longest: int) -> None: ...
     def refused(self, tenant: str, reason: str) -> None: ...
 
 
@@ -123,7 +132,8 @@ class EventStream:
         self.loop = asyncio.get_running_loop()
         self._owner = owner
         self._started = time.monotonic()
-        self._tenants = {r.request_id: r.tenant for r in requests}
+        self._requests = {r.request_id: r for r in requests}
+        self._running = {r.request_id: r.params.n for r in requests}  # sequences that the engine has
         self._last_time = {(r.request_id, i): self._started for r in requests for i in range(r.params.n)}
         self._first = set(self._last_time)  # sequences without a token so far
         self._queue: asyncio.Queue[StreamEvent] = asyncio.Queue()
@@ -157,11 +167,13 @@ class EventStream:
             self._owner.observer.finished("abort", time.monotonic() - self._started)
 
     def _receive(self, now: float, events: Sequence[StreamEvent]) -> None:
+        observer = self._owner.observer
         for event in events:
+            if event.metrics is not None:
+                self._observe_end(event, event.metrics)
             key = (event.request_id, event.index)
             if key not in self._last_time:
                 continue  # closed meanwhile
-            observer = self._owner.observer
             if event.token_ids:
                 observer.tokens(len(event.token_ids), now - self._last_time[key], key in self._first)
                 self._first.discard(key)
@@ -170,8 +182,16 @@ class EventStream:
                 del self._last_time[key]
                 observer.finished(event.finish_reason, now - self._started)
                 if event.retry_after_s is not None and event.index == 0:
-                    observer.refused(self._tenants[event.request_id], "early-abort")
+                    observer.refused(self._requests[event.request_id].tenant, "early-abort")
             self._queue.put_nowait(event)
+
+    def _observe_end(self, event: StreamEvent, metrics: RequestMetrics) -> None:
+        observer, request_id = self._owner.observer, event.request_id
+        observer.ended(metrics.sequences[event.index], self._started)
+        self._running[request_id] -= 1
+        if not self._running[request_id]:
+            longest = max(sequence.num_output_tokens for sequence in metrics.sequences.values())
+            observer.answered(self._requests[request_id].params, longest)
 
 
 @dataclasses.dataclass
@@ -369,8 +389,7 @@ class AsyncEngine:
         def drop() -> None:
             route = self._routes.get(request_id)
             if route is not None and route.stream is stream:
-                del self._routes[request_id]
-                self._engine.abort(request_id)
+                self._deliver(self._engine.abort(request_id))
 
         with contextlib.suppress(EngineDeadError, ShuttingDownError):
             self._post(drop)
@@ -414,7 +433,7 @@ class AsyncEngine:
             if events or launched:
                 self._moved_at = now
             if launched:
-                self.observer.step(now - started)
+                self.observer.step(now - started, self._engine.last_step_tokens)
             if now - self._stats_time > _STATS_PERIOD:
                 self._publish()
         return True

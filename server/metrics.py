@@ -8,8 +8,9 @@ scrape never waits for a step); latencies and refusals are observed as they happ
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,8 +22,9 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from slora_jax.outputs import EngineStats
+from slora_jax.outputs import EngineStats, SequenceMetrics
 from slora_jax.request import DEFAULT_TENANT
+from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.async_engine import AsyncEngine
 
 _TTFT_BUCKETS = (
@@ -45,11 +47,25 @@ _TTFT_BUCKETS = (
     20,
     40,
     80,
+    160,
+    640,
+    2560,
 )
 _TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-_REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
+    *(1920, 7680),
+)
+_STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_N_BUCKETS = (1, 2, 5, 10, 20)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60)
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
+_PHASES = {  # of a sequence
+    "queue": "Time of a sequence from its submission until it enters the batch",
+    "prefill": "Time of a sequence from there to its first token",
+    "decode": "Time of a sequence from its first token to its end",
+    "inference": "Time of a sequence from entering the batch to its end",
+}
 _REFUSALS = (  # fields of EngineConfig that refuse requests, and the policy that gives them up
     "tenant_max_queue",
     "tenant_tokens_per_minute",
@@ -62,9 +78,12 @@ _OTHER_TENANTS = "(other)"
 
 
 class ServerMetrics:
-    """The `Observer` of an AsyncEngine, and the registry that `/metrics` shows. One an application."""
+    """The `Observer` of an AsyncEngine, and the registry that `/metrics` shows. One an application.
 
-    def __init__(self, model_name: str) -> None:
+    `max_model_len` is the engine's, in tokens: histograms of lengths end there.
+    """
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
         # Of the whole process: without it every counter has a line more, which nobody reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -81,6 +100,29 @@ class ServerMetrics:
         self._step = self._histogram(
             "slora:engine_step_seconds", "Host time of an engine step", _STEP_BUCKETS
         )
+        self._step_tokens = self._histogram(
+            "vllm:iteration_tokens_total", "Tokens computed in an engine step", _STEP_TOKEN_BUCKETS
+        )
+        self._phases = {
+            phase: self._histogram(f"vllm:request_{phase}_time_seconds", text, _REQUEST_BUCKETS)
+            for phase, text in _PHASES.items()
+        }
+        lengths = tuple(_lengths(max_model_len))
+        self._prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a sequence", lengths
+        )
+        self._output_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Tokens that a sequence generated", lengths
+        )
+        self._longest = self._histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Tokens that the longest of a request's n sequences generated",
+            lengths,
+        )
+        self._max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "max_tokens of requests that name it", lengths
+        )
+        self._n = self._histogram("vllm:request_params_n", "n of a request (prompt)", _N_BUCKETS)
         success = Counter(
             "vllm:request_success",
             "Sequences by how they finished",
@@ -112,9 +154,10 @@ class ServerMetrics:
                 self._refused.labels(self._model_name, tenant, reason)
         self.registry.register(_EngineCollector(self._model_name, engine))
 
-    def step(self, seconds: float) -> None:
-        """One engine step took so long."""
+    def step(self, seconds: float, num_tokens: int) -> None:
+        """One engine step took so long, and computes so many tokens."""
         self._step.observe(seconds)
+        self._step_tokens.observe(num_tokens)
 
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None:
         """A sequence got `num_tokens` tokens, its first after its submission or others after the previous."""
@@ -129,6 +172,29 @@ class ServerMetrics:
         self._success[reason].inc()
         self._latency.observe(latency)
 
+    def ended(self, sequence: SequenceMetrics, submitted: float) -> None:
+        """The engine has let go of a sequence, submitted at `submitted` (`time.monotonic()`).
+
+        A phase that it reached lasted until the next one or its end: who left the queue has waited, too.
+        """
+        self._prompt_tokens.observe(sequence.num_prompt_tokens)
+        self._output_tokens.observe(sequence.num_output_tokens)
+        scheduled, first, end = sequence.scheduled_time, sequence.first_token_time, sequence.finished_time
+        self._phases["queue"].observe((end if scheduled is None else scheduled) - submitted)
+        if scheduled is None:
+            return
+        self._phases["inference"].observe(end - scheduled)
+        self._phases["prefill"].observe((end if first is None else first) - scheduled)
+        if first is not None:
+            self._phases["decode"].observe(end - first)
+
+    def answered(self, params: SamplingParams, longest: int) -> None:
+        """All sequences of a request have ended, the longest with so many tokens."""
+        self._longest.observe(longest)
+        self._n.observe(params.n)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+
     def refused(self, tenant: str, reason: str) -> None:
         """A request was refused, or given up before it began. Clients may invent tenants: after so many, the
         others share a label.
@@ -142,6 +208,12 @@ class ServerMetrics:
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
+
+
+def _lengths(longest: int) -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50, ... up to `longest` tokens."""
+    steps = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    return itertools.takewhile(lambda length: length <= longest, steps)
 
 
 class _EngineCollector(Collector):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import ipaddress
 import logging
@@ -38,8 +39,7 @@ def run_server(
     config = config or ServerConfig()
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be in [0, 65535], got {port}")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=2048) as listener:
+    with _listen(host, port) as listener:
         engine = AsyncEngine(engine_factory())
         gc.collect()
         gc.freeze()  # what lives as long as the server is not walked again: a pause in the middle of a step
@@ -55,6 +55,16 @@ def run_server(
         server = _Server(uvicorn_config, engine, config.drain_seconds)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
             server.run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket; raises OSError naming the option that is wrong."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        fix = "choose another --port" if error.errno == errno.EADDRINUSE else "check --host and --port"
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; {fix}") from error
 
 
 class _Server(uvicorn.Server):

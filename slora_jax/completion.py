@@ -13,6 +13,7 @@ from slora_jax.outputs import (
     CompletionOutput,
     FinishReason,
     RequestOutput,
+    SequenceMetrics,
     StreamEvent,
     TokenLogprobs,
 )
@@ -35,8 +36,10 @@ def accept_token(sequence: Sequence, token: int, row: int, fetched: Mapping[str,
     sequence.tokens.append(token)
     length = len(sequence.tokens)
     metrics.num_output_tokens += 1
-    if metrics.first_token_time is None:
-        metrics.first_token_time = time.monotonic()
+    if sequence.first_token_time is None:
+        sequence.first_token_time = time.monotonic()
+        if metrics.first_token_time is None:
+            metrics.first_token_time = sequence.first_token_time
     stopped = token in sequence.stop_ids and length - sequence.prompt_len > params.min_tokens
     full = length >= sequence.max_len
     text = ""
@@ -97,10 +100,16 @@ def _ended(
     sequence: Sequence, event: StreamEvent, reason: FinishReason, stop_reason: str | int | None = None
 ) -> StreamEvent:
     sequence.finish_reason = reason
-    sequence.request.metrics.finished_time = time.monotonic()
-    return dataclasses.replace(
-        event, finish_reason=reason, stop_reason=stop_reason, metrics=sequence.request.metrics
+    metrics = sequence.request.metrics
+    metrics.finished_time = time.monotonic()
+    metrics.sequences[sequence.index] = SequenceMetrics(
+        scheduled_time=sequence.scheduled_time,
+        first_token_time=sequence.first_token_time,
+        finished_time=metrics.finished_time,
+        num_prompt_tokens=sequence.prompt_len,
+        num_output_tokens=len(sequence.tokens) - sequence.prompt_len,
     )
+    return dataclasses.replace(event, finish_reason=reason, stop_reason=stop_reason, metrics=metrics)
 
 
 def _logprobs(row: int, wanted: int, fetched: Mapping[str, np.ndarray]) -> TokenLogprobs:

@@ -340,8 +340,8 @@ class EngineConfig:
         )
         _check(
             self.num_pages is None or self.pool_bytes is None,
-            f"num_pages {self.num_pages} and pool_bytes {self.pool_bytes} both say how large the pool is: give "
-            "one of them",
+            f"num_pages {self.num_pages} and pool_bytes {self.pool_bytes} both say how large the pool is: "
+            "give one of them",
         )
         self._check_scheduling()
         _check(

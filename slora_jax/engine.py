@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 
 import jax
@@ -22,6 +22,7 @@ from slora_jax import interrupts
 from slora_jax.compile_cache import enable_compile_cache
 from slora_jax.completion import OutputCollector, accept_token, end
 from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.errors import some_of
 from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
@@ -31,7 +32,7 @@ from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
-from slora_jax.memory.sizing import PoolSize, size_pool
+from slora_jax.memory.sizing import PoolSize, log_pool, size_pool
 from slora_jax.models.rope import Rope
 from slora_jax.outputs import (
     AdapterInfo,
@@ -40,6 +41,7 @@ from slora_jax.outputs import (
     RequestOutput,
     StreamEvent,
 )
+from slora_jax.preflight import check_before_loading, check_pinned_names
 from slora_jax.request import DEFAULT_TENANT, Call, GenerateRequest, Request, Sequence
 from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.sampling_params import SamplingParams
@@ -53,7 +55,6 @@ from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_mod
 logger = logging.getLogger(__name__)
 
 _STAGING_BYTES = 64 << 20  # at least, where nobody chose
-_SHOWN = 8  # names in a message
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
 
@@ -74,6 +75,7 @@ class Engine:
         self.tokenizer, self.model_name = tokenizer, model_name
         self._layout = PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)
         size: PoolSize = size_pool(model_config, config, self._layout, mesh)
+        log_pool(size, model_config, config, self._layout)
         self.max_model_len = size.max_model_len
         self._pool = PagePool(size.num_pages, size.adapter_pages)
         self._reclaim = Reclaimer(self._pool)
@@ -126,14 +128,16 @@ class Engine:
         config = EngineConfig() if config is None else config
         if not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig, got {type(config).__name__}")
-        check_adapters({} if adapters is None else adapters)
+        adapters = {} if adapters is None else adapters
+        check_adapters(adapters)
+        check_pinned_names(config, adapters)
         enable_compile_cache(config.compile_cache_dir)
         resolved = resolve_model(model, config.load_format)
         model_config = load_model_config(resolved)
         mesh = make_mesh(config.tensor_parallel_size)
-        PageLayout.for_model(
-            model_config, config.page_tokens, config.tensor_parallel_size
-        )  # fail before loading
+        layout = PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)
+        check_before_loading(model_config, config, layout, mesh, adapters)
+        own_tokenizer = _own_tokenizer(resolved) if tokenizer is None else load_tokenizer(tokenizer)
         params = load_checkpoint(
             resolved, model_config, mesh, jnp.dtype(config.dtype), progress=progress, seed=config.seed
         )
@@ -142,13 +146,13 @@ class Engine:
             params,
             config,
             mesh,
-            tokenizer=_own_tokenizer(resolved) if tokenizer is None else load_tokenizer(tokenizer),
+            tokenizer=own_tokenizer,
             model_name=resolved.name,
         )
-        for done, (name, path) in enumerate((adapters or {}).items(), 1):
+        for done, (name, path) in enumerate(adapters.items(), 1):
             (engine.register_adapter if config.lazy_adapters else engine.load_adapter)(name, path)
             if progress is not None:
-                progress("loading adapters", done, len(adapters or {}))
+                progress("loading adapters", done, len(adapters))
         for name in config.pinned_adapters:
             engine.pin_adapter(name)
         if config.warmup:
@@ -357,6 +361,16 @@ class Engine:
         """Steps launched since the start."""
         return self._counters["steps"]
 
+    @property
+    def num_compilations(self) -> int:
+        """Shapes of steps compiled, or found compiled on disk, since the start."""
+        return self._runner.compilations
+
+    @property
+    def last_step_tokens(self) -> int:
+        """Tokens that the step launched last computes, of prompts and outputs together."""
+        return self._last_step[1]
+
     def under_way(self) -> str:
         """What the engine is at, for the log of one that hangs: its last step, requests, adapters in
         transfer. Safe in any thread, also while `step` runs.
@@ -366,9 +380,9 @@ class Engine:
         stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
         return (
             f"the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks of "
-            f"prompts, {plan.num_tokens} tokens{shape}, of requests {_some(stepped)}; "
-            f"{len(requests)} requests have not ended: {_some(requests)}; "
-            f"adapters in transfer: {_some(self._loader.under_way())}"
+            f"prompts, {plan.num_tokens} tokens{shape}, of requests {some_of(stepped)}; "
+            f"{len(requests)} requests have not ended: {some_of(requests)}; "
+            f"adapters in transfer: {some_of(self._loader.under_way())}"
         )
 
     def warmup(self, progress: Progress | None = None) -> None:
@@ -677,13 +691,6 @@ class Engine:
             if c.start < c.sequence.prompt_len
         )
         self._last_step = (seconds, plan.num_tokens)
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first few, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(every[:_SHOWN]) + more if every else "none"
 
 
 def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:

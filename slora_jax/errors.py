@@ -1,6 +1,9 @@
 """The errors a caller may want to tell apart; each message names what, where and the fix."""
 
 import os
+from collections.abc import Iterable
+
+_SHOWN = 8  # names in a message
 
 
 class CheckpointError(ValueError):
@@ -46,6 +49,13 @@ def printable(text: object, limit: int | None = None) -> str:
     given = str(text)
     shown = given if limit is None or len(given) <= limit else f"{given[:limit]}..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def some_of(names: Iterable[str]) -> str:
+    """The first few, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more if every else "none"
 
 
 class AdapterExistsError(ValueError):

@@ -23,6 +23,19 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceMetrics:
+    """A sequence that has ended: times in seconds of `time.monotonic()`, None where it never came so far;
+    counts in tokens.
+    """
+
+    scheduled_time: float | None  # when it first entered the batch; preemptions do not change it
+    first_token_time: float | None
+    finished_time: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
 @dataclasses.dataclass
 class RequestMetrics:
     """Times of one request in seconds of `time.monotonic()`, None until they happen; counts in tokens."""
@@ -35,6 +48,7 @@ class RequestMetrics:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # of the prompt: found in the prefix cache by its first sequence
+    sequences: dict[int, SequenceMetrics] = dataclasses.field(default_factory=dict)  # that ended, by index
 
     @property
     def time_to_first_token(self) -> float | None:

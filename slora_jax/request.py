@@ -112,6 +112,8 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     pending: int = 0
+    scheduled_time: float | None = None  # when it first entered the batch
+    first_token_time: float | None = None
     finish_reason: FinishReason | None = None
     rank: tuple[float, int] = (0.0, 0)  # its place in the queue, the waiting queue's to give
     generation: int = dataclasses.field(init=False)  # of its adapter, or the base's: what its KV belongs to

@@ -33,7 +33,7 @@ from slora_jax.memory.layout import GROUPS, PageLayout
 from slora_jax.models.llama import Llama, fuse_layer, layer_params, model_specs
 from slora_jax.models.params import checkpoint_specs
 from slora_jax.models.rope import Rope
-from slora_jax.pallas_kernels.backend import KernelShape, select_backend
+from slora_jax.pallas_kernels.backend import Backend, KernelShape, select_backend
 from slora_jax.pallas_kernels.padded_bmm import with_padded_bmm
 from slora_jax.programs import Program, ProgramBuilder
 from slora_jax.request import Sequence
@@ -70,6 +70,23 @@ class InFlight:
         return out
 
 
+def choose_backend(
+    model_config: ModelConfig, config: EngineConfig, mesh: Mesh, layout: PageLayout
+) -> Backend:
+    """The kernels of `kernel_backend` on this mesh; raises ValueError like `select_backend`."""
+    device = mesh.devices.flat[0]
+    kernel_shape = KernelShape(
+        dtype=config.dtype,
+        n_q=model_config.num_attention_heads // layout.tp,
+        n_kv=layout.n_kv,
+        head_dim=layout.head_dim,
+        page_tokens=layout.page_tokens,
+        chunk_width=layout.chunk_width,
+    )
+    capability = getattr(device, "compute_capability", None)
+    return select_backend(config.kernel_backend, device.platform, capability, kernel_shape)
+
+
 class ModelRunner:
     """Runs plans. `params` are the checkpoint's arrays by canonical name, sharded; it takes them over."""
 
@@ -88,15 +105,7 @@ class ModelRunner:
         capability = getattr(device, "compute_capability", None)
         # A CPU has nothing to copy, and that copy's callback aborts an exiting process (jaxlib 0.11.2).
         self._device_memory = device.platform != "cpu"
-        kernel_shape = KernelShape(
-            dtype=config.dtype,
-            n_q=model_config.num_attention_heads // layout.tp,
-            n_kv=layout.n_kv,
-            head_dim=layout.head_dim,
-            page_tokens=layout.page_tokens,
-            chunk_width=layout.chunk_width,
-        )
-        self.backend = select_backend(config.kernel_backend, device.platform, capability, kernel_shape)
+        self.backend = choose_backend(model_config, config, mesh, layout)
         logger.info("kernels: %s on %s", self.backend.name, device.device_kind)
         if config.lora_mode == "padded-bmm":
             self.backend = with_padded_bmm(self.backend)

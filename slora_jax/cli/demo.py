@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from slora_jax.cli import smollm2
 from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags
-from slora_jax.cli.generate import chat_prompt
+from slora_jax.cli.generate import Prompt, chat_prompt
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
 from slora_jax.outputs import EngineStats, StreamEvent
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from slora_jax.engine import Engine
 
 QUESTIONS = ("What is the capital of France?", "Tell me about the sea.")
+_WARM_UPS = 3  # runs at most
 _ADAPTERS = Path("examples") / "adapters"
+_Batch = tuple[list[Prompt], list[str | None], list[SamplingParams]]
 _DEFAULTS = {"max_batch_size": 16, "max_model_len": 512}  # small: fewer shapes to compile
 
 
@@ -73,10 +75,9 @@ def run(args: argparse.Namespace) -> int:
         rows = [Row(name, question, ranks.get(name or "")) for question in questions for name in names]
         with reading_input():
             prompts = [chat_prompt(engine, row.prompt) for row in rows]
-            batch = (prompts, [row.adapter for row in rows], [params] * len(rows))
-            events = engine.stream(*batch)
-        _compile(events, len(rows), progress)
-    tally = _Tally(engine.stats())
+        batch = (prompts, [row.adapter for row in rows], [params] * len(rows))
+        _compile(engine, batch, progress)
+    tally = _Tally(engine.stats(), engine.num_compilations)
     with BatchScreen(console, rows) as screen:
         for event in engine.stream(*batch):
             screen.add(rows[event.prompt_index], event)
@@ -87,13 +88,23 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row.error for row in rows))
 
 
-def _compile(events: Iterator[StreamEvent], total: int, progress: LoadProgress) -> None:
-    """Run a batch unseen, so that the speed reported next is the engine's and not the compiler's."""
-    phase, ended = "compiling, first run", 0
-    progress(phase, 0, total)
-    for event in events:
-        ended += event.finish_reason is not None
-        progress(phase, ended, total)
+def _compile(engine: Engine, batch: _Batch, progress: LoadProgress) -> None:
+    """Run a batch unseen until a run compiles nothing, so that the speed reported next is the engine's.
+
+    The first run has other shapes than the next ones, as adapters come one after the other. No run finds the
+    prompts of the one before in the prefix cache: what it would compute has other shapes, too.
+    """
+    for run in range(1, _WARM_UPS + 1):
+        phase, ended, compiled = f"compiling, run {run}", 0, engine.num_compilations
+        progress(phase, 0, len(batch[0]))
+        with reading_input():
+            events = engine.stream(*batch)
+        for event in events:
+            ended += event.finish_reason is not None
+            progress(phase, ended, len(batch[0]))
+        engine.reset_prefix_cache()
+        if engine.num_compilations == compiled:
+            break
 
 
 def find_adapters(folder: Path | None = None) -> dict[str, Path]:
@@ -115,8 +126,8 @@ def find_adapters(folder: Path | None = None) -> dict[str, Path]:
 class _Tally:
     """What the demo reports at the end, gathered from events and from snapshots after each step."""
 
-    def __init__(self, before: EngineStats) -> None:
-        self.before = before
+    def __init__(self, before: EngineStats, compilations: int) -> None:
+        self.before, self.compilations_before = before, compilations
         self.started = time.monotonic()
         self.finished = self.started
         self.tokens = 0
@@ -148,9 +159,11 @@ class _Tally:
         names = max((len(info.name) for info in resident), default=0)
         first = self.first_token_seconds or [0.0]
         running = list(self.running.values()) or [0]
+        compiled = engine.num_compilations - self.compilations_before
+        note = f"{compiled} shapes compiled meanwhile" if compiled else "all compiled before"
         return [
             "",
-            f"speed     {self.tokens} tokens in {seconds:.1f} s: {self.rate:.0f} tokens/s; "
+            f"speed     {self.tokens} tokens in {seconds:.1f} s: {self.rate:.0f} tokens/s ({note}); "
             f"first token after {statistics.median(first):.2f} s (median), {max(first):.2f} s (last)",
             f"batches   up to {max(running)} sequences a step, {statistics.mean(running):.1f} on average; "
             f"{stats.steps - self.before.steps} steps, "

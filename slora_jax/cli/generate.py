@@ -121,9 +121,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def model_adapters(args: argparse.Namespace) -> dict[str, str]:
     """The adapters that `add_model_arguments` names; raises ValueError or OSError where they are wrong."""
     from slora_jax.lora.peft_folder import find_adapters
+    from slora_jax.lora.registry import check_adapters
 
     found = find_adapters(args.adapters_dir) if args.adapters_dir else {}
-    return unique_adapters([*(args.adapters or ()), *((name, str(path)) for name, path in found.items())])
+    pairs = [*(args.adapters or ()), *((name, str(path)) for name, path in found.items())]
+    adapters = unique_adapters(pairs)
+    check_adapters(adapters)
+    return adapters
 
 
 class _PromptFor(argparse.Action):
@@ -156,7 +160,11 @@ def _question(line: str) -> Question:
         raise ValueError(f"not a line of JSON ({error}): {line[:60]}") from None
     if not isinstance(item, dict) or "prompt" not in item or item.keys() - {"prompt", "adapter_id"}:
         raise ValueError(f'expected {{"prompt": ..., "adapter_id": ...}}, got {line[:60]}')
-    return Question(item["prompt"], item.get("adapter_id"))
+    prompt = item["prompt"]
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not (isinstance(prompt, str) or is_ids):
+        raise ValueError(f"a prompt is a string or a list of token ids, got {line[:60]}")
+    return Question(prompt, item.get("adapter_id"))
 
 
 @dataclasses.dataclass
@@ -188,6 +196,11 @@ def run(args: argparse.Namespace) -> int:
     with reading_input():
         questions, adapters = _questions(args)
         params, config = from_flags(SamplingParams, args, SAMPLING_SKIP), from_flags(EngineConfig, args)
+        if (params.logprobs or 0) > config.max_logprobs:
+            raise ValueError(
+                f"logprobs {params.logprobs} is above max_logprobs {config.max_logprobs}: lower the one or "
+                "raise the other"
+            )
 
     from slora_jax.engine import Engine
 

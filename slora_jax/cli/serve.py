@@ -87,7 +87,13 @@ def run(args: argparse.Namespace) -> int:
         import jax
 
         from slora_jax.engine import Engine
+        from slora_jax.server.app import check_base_name
+        from slora_jax.weights import resolve_model
 
+        if adapters:  # create_app refuses it, too, but after the weights are loaded
+            own_name = server_config.served_model_name
+            base_name = own_name or resolve_model(args.model, engine_config.load_format).name
+            check_base_name(base_name, adapters)
         # There a step takes many seconds to compile, in which nobody is answered.
         warmup = jax.default_backend() != "cpu" if engine_config.warmup is None else engine_config.warmup
         config = dataclasses.replace(engine_config, warmup=warmup)

@@ -38,8 +38,7 @@ def size_pool(
     Raises ValueError where the pool is larger than a device's memory, where not even one sequence of
     `max_model_len` fits, and says how many tokens do, or where adapters' slots leave no page for KV.
     """
-    page_bytes = layout.n_layers * layout.page_elems * (4 if config.dtype == "float32" else 2)  # on one shard
-    wanted_len = min(config.max_model_len or model.max_position_embeddings, _longest(model))
+    page_bytes, wanted_len = _page_bytes(config, layout), _wanted_len(model, config)
     if config.max_model_len is not None and config.max_model_len > _longest(model):
         raise ValueError(
             f"max_model_len {config.max_model_len} is above the model's max_position_embeddings "
@@ -76,20 +75,37 @@ def size_pool(
             f"of {config.page_tokens} tokens ({fits} tokens); raise num_pages or pool_bytes, or lower "
             "max_model_len"
         )
+    return PoolSize(num_pages, min(wanted_len, fits), adapter_pages, slot_pages)
+
+
+def log_pool(size: PoolSize, model: ModelConfig, config: EngineConfig, layout: PageLayout) -> None:
+    """Say in the log what a pool of this size holds."""
+    num_pages = size.num_pages
+    fits = (num_pages - 1 - (size.adapter_pages or 0)) * config.page_tokens
     if config.adapter_slots is not None:
-        logger.info("%d slots of %d pages are adapters' only", config.adapter_slots, slot_pages)
+        logger.info("%d slots of %d pages are adapters' only", config.adapter_slots, size.slot_pages)
     logger.info(
         "pool: %d pages of %d tokens, %.2f GiB a shard: %d tokens of KV, or %d rank-16 adapters (all "
         "modules)",
         num_pages - 1,
         config.page_tokens,
-        num_pages * page_bytes / 2**30,
+        num_pages * _page_bytes(config, layout) / 2**30,
         fits,
         (num_pages - 1) // layout.adapter(dict.fromkeys(layout.in_dims, 16)).num_pages,
     )
+    wanted_len = _wanted_len(model, config)
     if fits < wanted_len:
         logger.warning("sequences are limited to the %d tokens that the pool holds, not %d", fits, wanted_len)
-    return PoolSize(num_pages, min(wanted_len, fits), adapter_pages, slot_pages)
+
+
+def _page_bytes(config: EngineConfig, layout: PageLayout) -> int:
+    """On one shard."""
+    return layout.n_layers * layout.page_elems * (4 if config.dtype == "float32" else 2)
+
+
+def _wanted_len(model: ModelConfig, config: EngineConfig) -> int:
+    """Tokens of the longest sequence, if the pool holds it."""
+    return min(config.max_model_len or model.max_position_embeddings, _longest(model))
 
 
 def _longest(model: ModelConfig) -> int:

@@ -397,6 +397,8 @@ class Scheduler:
         sequence.slot = self._slots.pop()
         self.running[sequence] = None
         metrics = sequence.request.metrics
+        if sequence.scheduled_time is None:
+            sequence.scheduled_time = now
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = now
         if metrics.num_cached_tokens is None:

@@ -238,12 +238,14 @@ def test_demo_answers_every_question_with_every_adapter(
     talking_model: Path, adapters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["demo", "--model", str(talking_model), "--adapters-dir", str(adapters), *ENGINE]
-    code, out, _ = _run(*command, "--question", "Hi?", "--max-tokens", "4", capsys=capsys)
+    question = "Hi? " * 20  # of several pages, that the first run leaves in the prefix cache
+    code, out, _ = _run(*command, "--question", question, "--max-tokens", "4", capsys=capsys)
     assert code == 0
     answers = [line.split("]")[0] for line in out.splitlines() if line.startswith("[")]
     assert sorted(answers) == ["[attention r4", "[base", "[mlp r9"]
     summary = {line.split()[0]: line for line in out.splitlines() if line[:1].isalpha()}
     assert "12 tokens in" in summary["speed"]
+    assert "(all compiled before)" in summary["speed"]
     assert "up to 2 sequences a step" in summary["batches"]
     assert "63 pages of 16 tokens" in summary["pool"]
     assert "2 of 2 resident" in summary["adapters"]
@@ -291,6 +293,51 @@ def test_a_mistake_is_told_in_one_line(
     assert message in line
     assert line.startswith("slora-jax")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "serve MODEL --adapters q=ADAPTER --pinned-adapters q --pinned-adapters typo",
+            "(--pinned-adapters) names 'typo', which is not among the adapters given: q",
+        ),
+        ("generate MODEL --prompt x --pinned-adapters q", "'q', which is not among the adapters given: none"),
+        ("serve MODEL --adapters q=./nowhere", "no adapter at 'nowhere'"),
+        ("serve MODEL --adapters q=./nowhere --lazy-adapters", "no adapter at 'nowhere'"),
+        ("serve MODEL --adapters q=ADAPTER --max-lora-rank 3", "rank 4 is above max_lora_rank 3"),
+        ("serve MODEL --adapters q=ADAPTER --served-model-name q", "adapter 'q' has the name of the base"),
+        ("serve MODEL --adapters NAME=ADAPTER", "' has the name of the base model"),
+        ("serve MODEL --tokenizer ./nowhere", "nowhere: no tokenizer here (no such path)"),
+        ("serve MODEL --kernel-backend mosaic", "kernel_backend 'mosaic' needs a Hopper GPU"),
+        ("serve MODEL --max-model-len 100000", "max_model_len 100000 is above the model's"),
+        ("serve MODEL --num-pages 3 --max-model-len 64", "max_model_len 64 does not fit"),
+        ("serve MODEL --num-pages 100000000000", "lower num_pages"),
+        ("serve MODEL --pool-bytes 100", "raise pool_bytes"),
+        ("serve MODEL --no-unified-memory --adapter-slots 9 --num-pages 64", "lower adapter_slots"),
+        ("generate MODEL --prompt x --logprobs 30", "logprobs 30 is above max_logprobs 20"),
+        ("generate MODEL --prompts PROMPTS", "a prompt is a string or a list of token ids"),
+    ],
+)
+def test_a_mistake_is_told_before_weights_are_read(
+    arguments: str,
+    message: str,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("slora_jax.engine.load_checkpoint", lambda *_, **__: pytest.fail("weights are read"))
+    write_peft_adapter(tmp_path / "q", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4})
+    (tmp_path / "prompts").write_text('{"prompt": [1, "two"]}')
+    words = {"MODEL": tiny_model_dir, "ADAPTER": tmp_path / "q", "PROMPTS": tmp_path / "prompts"}
+    for word, path in (words | {"NAME": tiny_model_dir.name}).items():
+        arguments = arguments.replace(word, str(path))
+    port = ("--port", "0") if arguments.startswith("serve") else ()
+    flags = ("--load-format", "dummy", "--dtype", "float32", *port)
+    code, _, err = _run(*arguments.split(), *flags, capsys=capsys)
+    assert (code, "Traceback" in err) == (2, False)
+    assert message in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

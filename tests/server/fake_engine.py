@@ -25,6 +25,7 @@ from slora_jax.outputs import (
     FinishReason,
     LoadStats,
     RequestMetrics,
+    SequenceMetrics,
     StreamEvent,
     TokenLogprobs,
 )
@@ -81,8 +82,27 @@ class Running:
 
     def last(self, reason: FinishReason, error: str | None = None) -> StreamEvent:
         return StreamEvent(
-            self.request_id, 0, self.index, self.adapter_id, "", (), finish_reason=reason, error=error
+            self.request_id,
+            0,
+            self.index,
+            self.adapter_id,
+            "",
+            (),
+            finish_reason=reason,
+            error=error,
+            metrics=self.ended(),
         )
+
+    def ended(self) -> RequestMetrics:
+        times = self.metrics
+        times.sequences[self.index] = SequenceMetrics(
+            times.first_scheduled_time,
+            times.first_token_time,
+            time.monotonic(),
+            times.num_prompt_tokens,
+            times.num_output_tokens,
+        )
+        return times
 
 
 class FakeEngine:
@@ -148,6 +168,7 @@ class FakeEngine:
     def _add(self, asked: GenerateRequest, ids: Sequence[int]) -> None:
         text = ByteTokenizer().decode(ids)
         limit = self.max_model_len - len(ids)
+        ended: dict[int, SequenceMetrics] = {}
         for index in range(asked.params.n):
             self._queue.append(
                 Running(
@@ -158,7 +179,7 @@ class FakeEngine:
                     _continuation(f"{asked.adapter_id or 'base'}:{text}", asked.params, limit),
                     asked.params.logprobs,
                     "poisoned prompt" if "poison" in text else None,
-                    RequestMetrics(time.monotonic(), num_prompt_tokens=len(ids)),
+                    RequestMetrics(time.monotonic(), num_prompt_tokens=len(ids), sequences=ended),
                 )
             )
         self._prompt_tokens += len(ids)
@@ -183,8 +204,12 @@ class FakeEngine:
         return events
 
     def _advance(self, running: Running) -> StreamEvent:
+        if running.metrics.first_scheduled_time is None:
+            running.metrics.first_scheduled_time = time.monotonic()
         if running.error is not None:
             return running.last("error", running.error)
+        if running.metrics.first_token_time is None:
+            running.metrics.first_token_time = time.monotonic()
         token, text, reason, stop_reason = next(running.pieces)
         self._output_tokens += 1
         running.metrics.num_output_tokens += 1
@@ -202,7 +227,7 @@ class FakeEngine:
             logprobs,
             reason,
             stop_reason,
-            metrics=running.metrics if reason else None,
+            metrics=running.ended() if reason else None,
         )
 
     def has_unfinished(self) -> bool:
@@ -211,6 +236,10 @@ class FakeEngine:
     @property
     def num_steps(self) -> int:
         return self._steps
+
+    @property
+    def last_step_tokens(self) -> int:
+        return min(len(self._queue), self.config.max_batch_size)
 
     def under_way(self) -> str:
         return f"requests {sorted({running.request_id for running in self._queue})}"

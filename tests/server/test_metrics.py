@@ -2,35 +2,100 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from slora_jax.config import EngineConfig
-from slora_jax.outputs import StreamEvent
+from slora_jax.outputs import SequenceMetrics, StreamEvent
+from slora_jax.request import GenerateRequest
+from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.async_engine import AsyncEngine, EngineLike
 from slora_jax.server.metrics import ServerMetrics
+from tests.engine.simulated_engine import MODEL, simulated_engine
 from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import FakeEngine
 from tests.server.live import serve, wait_for
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
+PHASES = ("queue", "prefill", "decode", "inference")
 
 
 def watching(engine: FakeEngine) -> ServerMetrics:
-    metrics = ServerMetrics("house-name")
+    metrics = ServerMetrics("house-name", 256)
     metrics.watch(AsyncEngine(engine))
     return metrics
 
 
 def families(metrics: ServerMetrics) -> list[Metric]:
     return list(text_string_to_metric_families(metrics.render().decode()))
+
+
+class Recording(ServerMetrics):
+    """Keeps what it is told of sequences that ended."""
+
+    def __init__(self) -> None:
+        super().__init__("model", MODEL.max_position_embeddings)
+        self.sequences: list[SequenceMetrics] = []
+        self.submitted: list[float] = []
+
+    def ended(self, sequence: SequenceMetrics, submitted: float) -> None:
+        super().ended(sequence, submitted)
+        self.sequences.append(sequence)
+        self.submitted.append(submitted)
+
+    def samples(self) -> dict[str, float]:
+        """By the name without its prefix; of the buckets those of lengths, `name{bound}`."""
+        found = [sample for family in families(self) for sample in family.samples]
+        bounds = [f"{{{s.labels['le']}}}" if "le" in s.labels else "" for s in found]
+        return {s.name.partition(":")[2] + b: s.value for s, b in zip(found, bounds, strict=True)}
+
+    def counts(self) -> dict[str, float]:
+        """Observations by phase."""
+        found = self.samples()
+        return {phase: found[f"request_{phase}_time_seconds_count"] for phase in PHASES}
+
+    def sums(self) -> dict[str, float]:
+        """Seconds by phase."""
+        found = self.samples()
+        return {phase: found[f"request_{phase}_time_seconds_sum"] for phase in PHASES}
+
+
+def over_slow_steps(body: Callable[[AsyncEngine, Recording], Awaitable[None]], **fields: Any) -> Recording:
+    """What a bridge over a simulated device, whose steps take 5 ms, tells its metrics while `body` runs."""
+    engine, metrics = simulated_engine(max_step_tokens=16, **fields), Recording()
+    step = engine.step
+
+    def slow() -> list[StreamEvent]:
+        time.sleep(0.005)
+        return step()
+
+    engine.step = slow  # type: ignore[method-assign]
+
+    async def main() -> None:
+        bridge = AsyncEngine(engine, metrics)
+        bridge.start()
+        try:
+            async with asyncio.timeout(20):
+                await body(bridge, metrics)
+        finally:
+            await bridge.shutdown(0)
+
+    asyncio.run(main())
+    return metrics
+
+
+def request(name: str, prompt: list[int], max_tokens: int | None, n: int = 1) -> GenerateRequest:
+    return GenerateRequest(name, prompt, None, SamplingParams(max_tokens=max_tokens, n=n))
 
 
 def refused(found: Iterable[Metric]) -> dict[tuple[str, str], float]:
@@ -100,6 +165,133 @@ def test_the_seconds_of_steps_are_of_steps_that_were_launched() -> None:
         page = live.get("/metrics").text
     found = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
     assert found["slora:engine_step_seconds_count"] == found["slora:engine_steps_total"] == 3
+
+
+def test_phases_of_a_request_that_waited_for_another_to_end() -> None:
+    async def body(bridge: AsyncEngine, _: Recording) -> None:
+        stream = await bridge.submit([request("first", [1, 2, 3], 20), request("second", [4] * 7, 1)])
+        assert len([event async for event in stream]) == 21
+
+    metrics = over_slow_steps(body, max_batch_size=1, num_pages=60)
+    assert metrics.counts() == dict.fromkeys(PHASES, 2)
+    took, found = metrics.sums(), metrics.samples()
+    assert took["queue"] > took["decode"] > 19 * 0.005  # the second waited for all of the first's decoding
+    assert took["prefill"] + took["decode"] == pytest.approx(took["inference"])
+    assert took["queue"] + took["inference"] <= found["e2e_request_latency_seconds_sum"]
+    assert found["time_to_first_token_seconds_sum"] >= took["queue"] + took["prefill"]
+    for name, lengths in (("request_prompt_tokens", (3, 7)), ("request_generation_tokens", (20, 1))):
+        assert (found[f"{name}_count"], found[f"{name}_sum"]) == (2, sum(lengths))
+    assert [found[f"request_generation_tokens_bucket{{{le}}}"] for le in ("1.0", "10.0", "20.0")] == [1, 1, 2]
+    assert "request_generation_tokens_bucket{50.0}" in found  # the model's length is 96
+    assert "request_generation_tokens_bucket{100.0}" not in found
+    assert found["request_params_max_tokens_sum"] == 21
+    assert found["iteration_tokens_total_sum"] == 10 + 19 + 0  # the last token of each is not computed with
+    assert found["iteration_tokens_total_count"] == found["engine_step_seconds_count"]
+
+
+def test_a_preemption_is_in_the_phase_that_it_interrupts_and_no_second_wait_in_the_queue() -> None:
+    async def body(bridge: AsyncEngine, _: Recording) -> None:
+        stream = await bridge.submit([request("a", [1] * 4, 40), request("b", [2] * 4, 40)])
+        assert [event async for event in stream]
+        while bridge.latest_stats.num_running:
+            await asyncio.sleep(0.01)
+        assert bridge.latest_stats.preemptions == 1
+
+    metrics = over_slow_steps(body, max_batch_size=2, num_pages=17)
+    first, preempted = metrics.sequences
+    assert first.scheduled_time is not None
+    assert preempted.scheduled_time is not None
+    assert preempted.first_token_time is not None
+    assert preempted.first_token_time < first.finished_time < preempted.finished_time
+    took = metrics.sums()
+    assert metrics.counts() == dict.fromkeys(PHASES, 2)
+    queued = first.scheduled_time + preempted.scheduled_time - sum(metrics.submitted)
+    assert took["queue"] == pytest.approx(queued)
+    assert took["queue"] < took["decode"]
+    decoding = [s.finished_time - (s.first_token_time or 0) for s in metrics.sequences]
+    assert took["decode"] == pytest.approx(sum(decoding))
+
+
+def test_who_gives_up_before_it_ran_has_waited_and_had_no_other_phase() -> None:
+    async def body(bridge: AsyncEngine, metrics: Recording) -> None:
+        running = await bridge.submit([request("running", [1], None)])
+        await running.peek()
+        waiting = await bridge.submit([request("waiting", [2] * 5, 30)])
+        await asyncio.sleep(0.03)
+        waiting.close()
+        while not metrics.sequences:
+            await asyncio.sleep(0.005)
+        found = metrics.samples()
+        assert metrics.counts() == {"queue": 1, "prefill": 0, "decode": 0, "inference": 0}
+        assert metrics.sums()["queue"] >= 0.03
+        assert found["request_prompt_tokens_sum"] == 5
+        lengths = [found[f"request_generation_tokens_{of}"] for of in ("count", "sum")]
+        assert lengths == [1, 0]
+        assert [found[f"request_params_{of}_count"] for of in ("n", "max_tokens")] == [1, 1]
+        running.close()
+        while len(metrics.sequences) < 2:
+            await asyncio.sleep(0.005)
+        assert metrics.counts() == {"queue": 2, "prefill": 1, "decode": 1, "inference": 1}
+        found = metrics.samples()
+        assert found["request_generation_tokens_sum"] > 0
+        assert [found[f"request_params_{of}_count"] for of in ("n", "max_tokens")] == [2, 1]
+
+    over_slow_steps(body, max_batch_size=1, num_pages=60)
+
+
+def test_the_sequences_of_a_request_have_times_of_their_own_and_its_parameters_count_once() -> None:
+    async def body(bridge: AsyncEngine, metrics: Recording) -> None:
+        stream = await bridge.submit([request("both", [1, 2], 30, n=2)])
+        ended = 0
+        async for event in stream:
+            ended += event.finish_reason is not None
+            if ended and event.index == 1 and event.token_ids:
+                break
+        stream.close()  # the second had begun
+        while len(metrics.sequences) < 2:
+            await asyncio.sleep(0.005)
+
+    metrics = over_slow_steps(body, max_batch_size=1, num_pages=60)
+    first, second = metrics.sequences
+    assert (second.scheduled_time or 0) >= first.finished_time
+    assert (first.num_output_tokens, second.num_output_tokens < 30) == (30, True)
+    found = metrics.samples()
+    assert found["request_prompt_tokens_sum"] == 2 * 2
+    assert [found[f"request_params_{of}"] for of in ("n_count", "n_sum")] == [1, 2]
+    assert [found[f"request_params_max_tokens_{of}"] for of in ("count", "sum")] == [1, 30]
+    assert [found[f"request_max_num_generation_tokens_{of}"] for of in ("count", "sum")] == [1, 30]
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "first_token", "phases"),
+    [
+        (None, None, {"queue": 10}),
+        (4.0, None, {"queue": 3, "inference": 7, "prefill": 7}),
+        (4.0, 6.0, {"queue": 3, "inference": 7, "prefill": 2, "decode": 5}),
+        (4.0, 11.0, {"queue": 3, "inference": 7, "prefill": 7, "decode": 0}),  # by its first token
+    ],
+)
+def test_a_phase_that_was_reached_lasts_until_the_next_or_the_end(
+    scheduled: float | None, first_token: float | None, phases: dict[str, float]
+) -> None:
+    metrics = Recording()
+    metrics.ended(SequenceMetrics(scheduled, first_token, 11.0, 3, 2), submitted=1.0)
+    assert metrics.counts() == {phase: float(phase in phases) for phase in PHASES}
+    assert metrics.sums() == dict.fromkeys(PHASES, 0.0) | phases
+
+
+def test_an_engine_that_died_tells_nothing_of_its_sequences() -> None:
+    metrics = Recording()
+
+    async def main() -> None:
+        bridge = AsyncEngine(FakeEngine(fail_at_step=3), metrics)
+        bridge.start()
+        stream = await bridge.submit([request("a", [1, 2], 9)])
+        assert [event.finish_reason async for event in stream][-1] == "error"
+
+    asyncio.run(main())
+    assert metrics.counts() == dict.fromkeys(PHASES, 0)
+    assert metrics.samples()["e2e_request_latency_seconds_count"] == 1
 
 
 def test_the_docs_have_every_metric_and_no_other() -> None:

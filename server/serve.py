@@ -64,7 +64,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         fix = "choose another --port" if error.errno == errno.EADDRINUSE else "check --host and --port"
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; {fix}") from error
+        raise OSError(f"{error.strerror or error}; {fix}") from error
 
 
 class _Server(uvicorn.Server):

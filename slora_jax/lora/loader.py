@@ -357,7 +357,7 @@ class AdapterLoader:
             elif entry.valid:
                 self._write(entry.adapter, entry.copy)
                 if entry.adapter.resident:
-                    seconds = now - entry.since
+                    seconds = time.monotonic() - entry.since  # a write included
                     self._copy_seconds += seconds
                     self._measured(entry.together, seconds)
         self._set_transfers(under_way)

@@ -49,13 +49,12 @@ def test_every_field_has_a_flag_and_a_help_text() -> None:
 
 
 def test_engine_flags_reach_their_fields() -> None:
-    flags = "--dtype float32 --max-batch-size 4 --num-pages 64 --pool-bytes 1.5G --memory-fraction 0.5 "
+    flags = "--dtype float32 --max-batch-size 4 --pool-bytes 1.5G --memory-fraction 0.5 "
     flags += "--kernel-backend xla --warmup --no-record-logits --compile-cache-dir /tmp/c --seed 7"
     config = from_flags(EngineConfig, _parser(EngineConfig).parse_args(flags.split()))
     assert config == EngineConfig(
         dtype="float32",
         max_batch_size=4,
-        num_pages=64,
         pool_bytes=3 << 29,
         memory_fraction=0.5,
         kernel_backend="xla",

@@ -140,7 +140,7 @@ def test_a_taken_port_fails_before_the_model_is_loaded() -> None:
 
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(OSError, match="in use .*; choose another --port"),
+        pytest.raises(OSError, match=r"in use .*; choose another --port"),
     ):
         run_server(factory, port=taken.getsockname()[1])  # type: ignore[arg-type]
 

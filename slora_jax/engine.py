@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import jax
@@ -34,6 +34,7 @@ from slora_jax.memory.prefix_cache import PrefixCache
 from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.memory.sizing import PoolSize, log_pool, size_pool
 from slora_jax.models.rope import Rope
+from slora_jax.outbox import Outbox
 from slora_jax.outputs import (
     AdapterInfo,
     EngineStats,
@@ -98,9 +99,7 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._intake = self._new_intake()
         self._in_flight: InFlight | None = None
-        self._undelivered: list[StreamEvent] = []  # of requests that ended between steps
-        self._streamed: set[str] = set()  # request ids of open streams
-        self._others: dict[str, list[StreamEvent]] = {}  # met by who did not ask for them; by request id
+        self._outbox = Outbox()
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens", "prefilled_tokens", "output_tokens", "finished", "aborted", "failed"),
             0,
@@ -243,10 +242,7 @@ class Engine:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
         handed out yet, or [] where there is no such request.
         """
-        request = self._requests.get(request_id)
-        self._claim({request_id})
-        earlier = [e for e in self._undelivered if e.request_id == request_id]
-        self._undelivered = [e for e in self._undelivered if e.request_id != request_id]
+        request, earlier = self._requests.get(request_id), self._outbox.remove(request_id)
         return earlier if request is None else earlier + self._end(request, "abort")
 
     def step(self) -> list[StreamEvent]:
@@ -256,17 +252,15 @@ class Engine:
         The host runs one step ahead: the device never waits for Python, and a token is seen one step later.
         """
         with interrupts.held():
-            self._claim(self._others.keys() - self._streamed)
+            self._outbox.sort()
             self._step()
-            if self._streamed:
-                self._keep_for_others(lambda request_id: request_id not in self._streamed)
-        events, self._undelivered = self._undelivered, []  # no Ctrl-C between here and the return
+            self._outbox.sort()
+        events, self._outbox.ready = self._outbox.ready, []  # no Ctrl-C between here and the return
         return events
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
-        kept = self._others.keys() - self._streamed
-        return bool(self._requests or self._in_flight or self._undelivered or kept)
+        return bool(self._requests or self._in_flight) or self._outbox.has_any_for_step()
 
     # -- adapters --
 
@@ -467,11 +461,11 @@ class Engine:
         )
 
     def _step(self) -> None:
-        """Schedule and launch, then collect what the step before sampled, into `_undelivered`."""
+        """Schedule and launch, then collect what the step before sampled, into the outbox."""
         started = time.perf_counter()
         self._times.begin()
         for overdue in self._scheduler.waiting.overdue(running=len(self._scheduler.running)):
-            self._undelivered += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
+            self._outbox.ready += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
         try:
             self._planned = plan = self._schedule()
             self._times.part("scheduling")
@@ -482,7 +476,7 @@ class Engine:
             if compiled:
                 self._scheduler.waiting.compiled()
             if self._in_flight is not None:
-                self._undelivered += self._collect(self._in_flight)
+                self._outbox.ready += self._collect(self._in_flight)
             self._times.part("waiting for the step before")
             runs, follows = launched is not None, self._in_flight is not None
             self._loader.stepped(runs=runs, timed=runs and follows and not compiled)
@@ -507,12 +501,12 @@ class Engine:
         try:
             with interrupts.held():
                 self._enqueue(requests, queue_limits=False)
-                self._streamed |= mine
-            while self._claim(mine) or not all(r.finished for r in requests):
+                self._outbox.open(mine)
+            while self._outbox.sort(mine) or not all(r.finished for r in requests):
                 with interrupts.held():
                     self._step()
-                    self._keep_for_others(mine.__contains__)
-                    events, self._undelivered = self._undelivered, []
+                    self._outbox.sort(mine)
+                    events, self._outbox.ready = self._outbox.ready, []
                 yield from events
         finally:
             self._leave(requests)
@@ -520,39 +514,18 @@ class Engine:
     @interrupts.held()
     def _leave(self, requests: Seq[Request]) -> None:
         """Whoever asked for these requests goes: end them, and with the last ones the step ahead."""
-        mine = {r.request_id for r in requests} & self._streamed
-        self._streamed -= mine
         for request in requests:
             if self._requests.get(request.request_id) is request:
                 self.abort(request.request_id)
-        self._claim(mine)
-        self._undelivered = [e for e in self._undelivered if e.request_id not in mine]
+        self._outbox.close({r.request_id for r in requests})
         if not self._requests and self._in_flight is not None:
             # Its tokens nobody wants. A process must not exit while it runs.
-            self._undelivered += self._collect(self._in_flight)
+            self._outbox.ready += self._collect(self._in_flight)
             self._in_flight = None
 
     def _is_taken(self, request_id: str) -> bool:
         """Whether a request of this id has not ended, or has events that were not handed out."""
-        undelivered = any(event.request_id == request_id for event in self._undelivered)
-        return request_id in self._requests or request_id in self._others or undelivered
-
-    def _keep_for_others(self, is_own: Callable[[str], bool]) -> None:
-        """Keep events for whoever asked for their requests; what is left is the caller's own."""
-        own = []
-        for event in self._undelivered:
-            if is_own(event.request_id):
-                own.append(event)
-            else:
-                self._others.setdefault(event.request_id, []).append(event)
-        self._undelivered = own
-
-    def _claim(self, request_ids: Set[str]) -> bool:
-        """Have the next step hand out what was kept of these requests; False where that is nothing."""
-        found = [request_id for request_id in self._others if request_id in request_ids]
-        kept = [event for request_id in found for event in self._others.pop(request_id)]
-        self._undelivered = kept + self._undelivered
-        return bool(found)
+        return request_id in self._requests or self._outbox.holds(request_id)
 
     def _schedule(self) -> StepPlan:
         """The next step's plan. Where nothing can run before an adapter is loaded, wait for it, but not for
@@ -571,7 +544,7 @@ class Engine:
                 if guess is not None:
                     self._scheduler.waiting.came_near(guess)
             left = until - time.monotonic()
-            idle = self._in_flight is None and not self._undelivered and self._requests
+            idle = self._in_flight is None and not self._outbox.ready and self._requests
             if plan or not idle or left <= 0:
                 return plan
             self._loader.transfer()
@@ -583,7 +556,7 @@ class Engine:
         failures = self._loader.take_failures()
         for adapter, reason in failures:
             for request in [r for r in self._requests.values() if r.adapter is adapter]:
-                self._undelivered += self._end(request, "error", reason)
+                self._outbox.ready += self._end(request, "error", reason)
         return bool(failures)
 
     @interrupts.held()

@@ -168,7 +168,7 @@ def test_openais_client_sends_again_only_what_another_time_or_replica_may_answer
         add(asked)
         submitted.extend(one.request_id for one in asked)
         if why == "shutting down":
-            bench.engine._undelivered += bench.engine.abort(submitted[-1])
+            bench.engine._outbox.ready += bench.engine.abort(submitted[-1])
 
     monkeypatch.setattr(bench.engine, "add_requests", counted)
     served: EngineLike = bench.engine

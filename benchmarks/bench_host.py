@@ -141,7 +141,8 @@ def new_engine(adapters: int) -> Engine:
     for i in range(adapters):
         rank = RANKS[i % len(RANKS)]
         placed = layout.adapter(dict.fromkeys(MODULES, rank))
-        pages = np.broadcast_to(np.float16(0), (layout.n_layers, placed.num_pages, layout.page_elems))
+        shape = layout.n_layers, placed.num_pages, layout.page_elems
+        pages = np.broadcast_to(np.zeros((), jnp.dtype(config.dtype)), shape)
         engine.load_adapter(
             f"a{i}", PreparedAdapter(f"/none/{i}", PackedAdapter(pages, placed, rank, MODULES, {}))
         )

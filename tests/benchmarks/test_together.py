@@ -25,7 +25,7 @@ def test_commands_share_an_engine_and_fail_alone(
         "bench_adapters loads --load-ranks 8 --context 20 --steps 6 --batch 4 --longest 24 --step-tokens 12"
     )
     commands = [
-        "bench_engine decode --batch 4 --context 20 --steps 4 --distinct 2",
+        "bench_engine decode --batch 4 --context 20 --steps 4 --distinct 2 --ranks 8",
         "bench_engine offline --lora-mode merge",
         "bench_engine decode --batch 8",
         f"{loads} --setting S1",

@@ -88,13 +88,13 @@ def test_a_damaged_file_is_made_again(
 ) -> None:
     first = answers(whole(tiny_model_dir, adapters, tmp_path))
     shapes, files = len(traced), sorted(tmp_path.iterdir())
-    whole_files = [path.read_bytes() for path in files]
-    files[0].write_bytes(whole_files[0][:-7])
+    files[0].write_bytes(files[0].read_bytes()[:-7])
     files[1].write_bytes(b"")
     assert answers(whole(tiny_model_dir, adapters, tmp_path)) == first
     assert len(traced) == shapes + 2
     assert sum("damaged" in r.getMessage() for r in caplog.records) == 2
-    assert [len(path.read_bytes()) for path in files] == [len(content) for content in whole_files]
+    assert answers(whole(tiny_model_dir, adapters, tmp_path)) == first
+    assert len(traced) == shapes + 2
 
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_costs_no_answer(

@@ -27,3 +27,14 @@ def enable_compile_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def steps_folder(directory: str | None) -> pathlib.Path | None:
+    """Where an engine of this `compile_cache_dir` keeps lowered steps, beside JAX's cache; None: nowhere.
+
+    A cache that is no local folder has none.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    if directory == "" or not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+        return None
+    return pathlib.Path(folder) / "steps"

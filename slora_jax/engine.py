@@ -8,9 +8,11 @@ One thread owns an engine; only `prepare_adapter`, `under_way` and the tokenizer
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -97,15 +99,17 @@ class Engine:
         self._registry = self._new_registry()
         self._loader = self._new_loader(size.num_pages)
         self._scheduler = self._new_scheduler()
+        self._outbox = Outbox()
         self._intake = self._new_intake()
         self._in_flight: InFlight | None = None
-        self._outbox = Outbox()
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens", "prefilled_tokens", "output_tokens", "finished", "aborted", "failed"),
             0,
         )
         self._last_step = (0.0, 0)
         self._times = StepTimes()
+        self._at_work, self._owner = False, threading.get_ident()
+        self._left: list[Seq[Request]] = []  # of streams that were closed meanwhile
         self._last_plan = self._planned = StepPlan([], [])  # counted; made, and perhaps not launched yet
 
     @classmethod
@@ -240,10 +244,15 @@ class Engine:
     @interrupts.held()
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
-        handed out yet, or [] where there is no such request.
+        handed out yet, or [] where there is no such request. A `stream` that is open gets them itself.
         """
-        request, earlier = self._requests.get(request_id), self._outbox.remove(request_id)
-        return earlier if request is None else earlier + self._end(request, "abort")
+        request = self._requests.get(request_id)
+        with self._working():
+            last = [] if request is None else self._end(request, "abort")
+        if self._outbox.is_streamed(request_id):
+            self._outbox.ready += last
+            return []
+        return self._outbox.remove(request_id) + last
 
     def step(self) -> list[StreamEvent]:
         """Launch the next step, then hand out what the one before it sampled, but for requests of a `stream`
@@ -449,6 +458,12 @@ class Engine:
             usable_pages=self._pool.usable_for("kv"),
             unified_memory=self._pool.unified,
         )
+        requests, outbox = self._requests, self._outbox
+
+        def is_taken(request_id: str) -> bool:  # knows no engine: one that is dropped is free at once
+            return request_id in requests or outbox.holds(request_id)
+
+        self._is_taken = is_taken
         eos = {*self.model_config.eos_token_ids}
         eos |= set() if self.tokenizer is None else {*self.tokenizer.eos_token_ids}
         return RequestIntake(
@@ -457,13 +472,20 @@ class Engine:
             self.tokenizer,
             frozenset(t for t in eos if 0 <= t < vocab_size),  # others cannot be sampled
             self.config.seed,
-            is_taken=self._is_taken,
+            is_taken=is_taken,
         )
 
     def _step(self) -> None:
         """Schedule and launch, then collect what the step before sampled, into the outbox."""
         started = time.perf_counter()
         self._times.begin()
+        self._owner = threading.get_ident()
+        while self._left:
+            self._leave(self._left.pop())
+        with self._working():
+            self._launch_and_collect(started)
+
+    def _launch_and_collect(self, started: float) -> None:
         for overdue in self._scheduler.waiting.overdue(running=len(self._scheduler.running)):
             self._outbox.ready += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
         try:
@@ -497,35 +519,54 @@ class Engine:
 
         Between two events the caller may step the engine or stream others: what that brings of these is kept.
         """
-        mine = {r.request_id for r in requests}
+        mine, self._owner = {r.request_id for r in requests}, threading.get_ident()
         try:
             with interrupts.held():
                 self._enqueue(requests, queue_limits=False)
                 self._outbox.open(mine)
-            while self._outbox.sort(mine) or not all(r.finished for r in requests):
+            while True:
                 with interrupts.held():
+                    if not self._outbox.sort(mine) and all(r.finished for r in requests):
+                        break
                     self._step()
                     self._outbox.sort(mine)
                     events, self._outbox.ready = self._outbox.ready, []
                 yield from events
         finally:
-            self._leave(requests)
+            try:
+                self._leave(requests)
+            except KeyboardInterrupt:
+                self._leave(requests)  # that one came before it had begun
+                raise
 
     @interrupts.held()
     def _leave(self, requests: Seq[Request]) -> None:
-        """Whoever asked for these requests goes: end them, and with the last ones the step ahead."""
-        for request in requests:
-            if self._requests.get(request.request_id) is request:
-                self.abort(request.request_id)
-        self._outbox.close({r.request_id for r in requests})
-        if not self._requests and self._in_flight is not None:
-            # Its tokens nobody wants. A process must not exit while it runs.
-            self._outbox.ready += self._collect(self._in_flight)
-            self._in_flight = None
+        """Whoever asked for these requests goes: end them, and with the last ones the step ahead.
 
-    def _is_taken(self, request_id: str) -> bool:
-        """Whether a request of this id has not ended, or has events that were not handed out."""
-        return request_id in self._requests or self._outbox.holds(request_id)
+        A stream that nobody has any more is closed by Python, perhaps in the middle of the engine's work or
+        in another thread: the next step then does it.
+        """
+        if self._at_work or threading.get_ident() != self._owner:
+            self._left.append(requests)
+            return
+        with self._working():
+            for request in requests:
+                if self._requests.get(request.request_id) is request:
+                    self._end(request, "abort")
+            self._outbox.close({r.request_id for r in requests})
+            if not self._requests and self._in_flight is not None:
+                # Its tokens nobody wants. A process must not exit while it runs.
+                self._outbox.ready += self._collect(self._in_flight)
+                self._in_flight = None
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """Meanwhile no stream is left."""
+        before, self._at_work = self._at_work, True
+        try:
+            yield
+        finally:
+            self._at_work = before
 
     def _schedule(self) -> StepPlan:
         """The next step's plan. Where nothing can run before an adapter is loaded, wait for it, but not for
@@ -562,6 +603,10 @@ class Engine:
     @interrupts.held()
     def _enqueue(self, requests: Seq[Request], *, queue_limits: bool = True) -> None:
         """All of them, or none and an error."""
+        with self._working():
+            self._enqueue_all(requests, queue_limits)
+
+    def _enqueue_all(self, requests: Seq[Request], queue_limits: bool) -> None:
         ids: set[str] = set()
         for request in requests:
             if self._is_taken(request.request_id) or request.request_id in ids:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.metadata
 import logging
 import os
 import pathlib
 import threading
+import time
 import zlib
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import flax
 import jax
-import jaxlib
 from jax import export
 
 logger = logging.getLogger(__name__)
@@ -35,9 +35,13 @@ _PACKAGES = (
     "slora_jax.scheduling",
     "slora_jax.sharding",
 )
-# Calls whose formats jax does not promise to keep: `_versions` names who wrote them.
+_DISTRIBUTIONS = ("slora-jax", "jax", "jaxlib", "flax")
+# Settings of JAX whose names have these words change no step.
+_UNRELATED = ("cache", "dump", "log", "mtls", "platform", "proxy", "timeout", "traceback", "trans", "visible")
+# Calls whose formats jax does not promise to keep: versions are part of the name.
 _UNSTABLE = tuple(export.DisabledSafetyCheck.custom_call(f"mosaic_gpu_v{n}") for n in (1, 2, 3))
 _DIGEST = hashlib.sha256
+_UNUSED_DAYS = 60  # after which a file is deleted
 
 
 class ExportedSteps:
@@ -51,21 +55,25 @@ class ExportedSteps:
         self, folder: pathlib.Path, identity: Sequence[object], platforms: Sequence[str] | None = None
     ) -> None:
         self._folder, self._platforms = folder, platforms
-        settings = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
-        made_of = [
-            platforms,
-            _versions(),
-            *((name, getattr(jax.config, name)) for name in settings),
-            *identity,
-        ]
-        self._identity = _sources() + repr(made_of).encode()
+        made_of = [platforms, _versions(), _settings(), *identity]
+        self._identity = _SOURCES + repr(made_of).encode()
         self._failed = threading.Event()
+        self._delete_unused()
 
-    def lowered(self, part: Hashable, step: Any, args: Any) -> export.Exported | None:
-        """`step`, a jitted function of abstract `args`, as it was kept; or exported, and kept from now on.
+    def lower(self, part: Hashable, step: Any, args: Any, donate: Sequence[int]) -> Any:
+        """`step`, a jitted function that donates these of its arguments, lowered for abstract `args`: from
+        what was kept; or it is kept from now on.
 
-        `part` names it among the engine's. None where jax cannot export it.
+        `part` names it among the engine's.
         """
+        try:
+            exported = self._exported(part, step, args)
+            return jax.jit(exported.call, donate_argnums=tuple(donate)).lower(*args)
+        except ValueError as error:  # such as a call whose format jax does not promise to keep
+            self._complain("a step cannot be exported: %s", error)
+            return step.lower(*args)
+
+    def _exported(self, part: Hashable, step: Any, args: Any) -> export.Exported:
         leaves, tree = jax.tree.flatten(args)
         described = [(a.shape, a.dtype.name, a.sharding.spec) for a in leaves]
         precision = jax.config.jax_default_matmul_precision
@@ -73,12 +81,9 @@ class ExportedSteps:
         path = self._folder / name
         found = self._read(path)
         if found is None:
-            try:
-                found = export.export(step, platforms=self._platforms, disabled_checks=_UNSTABLE)(*args)
-            except ValueError as error:  # a call of this platform whose format jax does not promise to keep
-                self._complain("jax cannot export a step: %s", error)
-                return None
-            self._write(path, found)
+            found = export.export(step, platforms=self._platforms, disabled_checks=_UNSTABLE)(*args)
+            if _sources() == _SOURCES:  # else it is of code that is not on disk any more
+                self._write(path, found)
         return found
 
     def _read(self, path: pathlib.Path) -> export.Exported | None:
@@ -94,6 +99,8 @@ class ExportedSteps:
         if _DIGEST(packed).digest() != digest:
             logger.warning("%s is damaged: the step is lowered again", path)
             return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # it is used
         return export.deserialize(bytearray(zlib.decompress(packed)))
 
     def _write(self, path: pathlib.Path, step: export.Exported) -> None:
@@ -105,9 +112,17 @@ class ExportedSteps:
             part.write_bytes(_DIGEST(packed).digest() + packed)
             part.replace(path)
         except OSError as error:
+            self._complain("%s cannot be written: %s", path, error.strerror)
+        finally:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
-            self._complain("%s cannot be written: %s", path, error.strerror)
+
+    def _delete_unused(self) -> None:
+        before = time.time() - _UNUSED_DAYS * 86400
+        with contextlib.suppress(OSError):
+            for path in list(self._folder.iterdir()):
+                if path.stat().st_mtime < before:
+                    path.unlink(missing_ok=True)
 
     def _complain(self, message: str, *args: object) -> None:
         """Once: what cannot be kept is lowered at each start."""
@@ -117,14 +132,22 @@ class ExportedSteps:
 
 
 def _versions() -> list[tuple[str, str]]:
-    return [(module.__name__, module.__version__) for module in (jax, jaxlib, flax)]
+    return [(name, importlib.metadata.version(name)) for name in _DISTRIBUTIONS]
+
+
+def _settings() -> list[tuple[str, Any]]:
+    values = jax.config.values.items()
+    return sorted((name, value) for name, value in values if not any(word in name for word in _UNRELATED))
 
 
 def _sources() -> bytes:
-    """A digest of the package's code that steps are traced from."""
+    """A digest of the package's code that steps are traced from, as it lies on disk."""
     digest = _DIGEST()
     for package in _PACKAGES:
         for folder in importlib.import_module(package).__path__:
-            for path in sorted(pathlib.Path(folder).glob("*.py")):
+            for path in sorted(pathlib.Path(folder).glob("*.py*")):
                 digest.update(f"{package}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.digest()
+
+
+_SOURCES = _sources()  # as they are imported

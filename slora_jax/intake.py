@@ -56,7 +56,7 @@ class RequestIntake:
     ) -> None:
         self._limits, self._adapters = limits, adapters
         self._tokenizer, self._eos = tokenizer, eos
-        self._ids = (name for i in itertools.count() if not is_taken(name := f"request-{i}"))
+        self._is_taken, self._numbers = is_taken, itertools.count()
         self._seeds = np.random.default_rng(seed)
 
     def many(
@@ -93,8 +93,10 @@ class RequestIntake:
         return requests
 
     def new_id(self) -> str:
-        """A request id that no unfinished request has."""
-        return next(self._ids)
+        """A request id that nobody uses."""
+        while self._is_taken(name := f"request-{next(self._numbers)}"):
+            pass
+        return name
 
     def one(self, asked: GenerateRequest, prompt_index: int = 0) -> Request:
         """A Request and its `params.n` sequences, not yet queued.

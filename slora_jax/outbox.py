@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from slora_jax import interrupts
 from slora_jax.outputs import StreamEvent
 
 
@@ -20,18 +19,27 @@ class Outbox:
         self._kept: dict[str, list[StreamEvent]] = {}  # by request id
         self._streamed: set[str] = set()  # request ids of open streams
 
-    @interrupts.held()
     def sort(self, mine: Set[str] | None = None) -> bool:
         """Leave in `ready` all events of the stream of the requests `mine`, or (None) of the requests that no
         stream has; whether there are any.
         """
-        if self._streamed or self._kept:
+        if self._kept or (self._streamed and not self._all_for(mine)):
             for event in self.ready:
                 self._kept.setdefault(event.request_id, []).append(event)
             own = self._kept.keys() - self._streamed if mine is None else mine
             found = [request_id for request_id in self._kept if request_id in own]
             self.ready = [event for request_id in found for event in self._kept.pop(request_id)]
         return bool(self.ready)
+
+    def _all_for(self, mine: Set[str] | None) -> bool:
+        """Whether what is ready is all for the stream of the requests `mine`, or (None) for `step`."""
+        if mine is None:
+            return all(event.request_id not in self._streamed for event in self.ready)
+        return all(event.request_id in mine for event in self.ready)
+
+    def is_streamed(self, request_id: str) -> bool:
+        """Whether a request has a stream."""
+        return request_id in self._streamed
 
     def open(self, request_ids: Set[str]) -> None:
         """These requests have a stream from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Collection, Mapping
 
@@ -40,6 +41,7 @@ def check_before_loading(
     configs are read; with `lazy_adapters`, of which there may be very many, their folders must exist.
     """
     Rope.from_config(model_config)
+    gc.collect()  # memory of an engine that was dropped is free
     size_pool(model_config, config, layout, mesh)
     if config.kernel_backend != "auto":  # that refuses nothing, and says in the log what it takes
         choose_backend(model_config, config, mesh, layout)

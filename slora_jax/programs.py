@@ -215,10 +215,10 @@ class ProgramBuilder:
             started = time.perf_counter()
             with jax.default_matmul_precision(self._precision):
                 step = jax.jit(fn, donate_argnums=donate)
-                if self._exported is not None and not self._layered:
-                    kept = self._exported.lowered(part, step, args)
-                    step = jax.jit(kept.call, donate_argnums=donate) if kept is not None else step
-                lowered = step.lower(*args)
+                if self._exported is None or self._layered:
+                    lowered = step.lower(*args)
+                else:
+                    lowered = self._exported.lower(part, step, args, donate)
             lowering = time.perf_counter()
             sharding = NamedSharding(self._mesh, REPEATED)
             outputs = jax.tree.map(

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import logging
 import os
-import pathlib
 import time
 import weakref
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from slora_jax import interrupts
 from slora_jax.batch import BatchBuilder
+from slora_jax.compile_cache import steps_folder
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.exported_steps import ExportedSteps
 from slora_jax.lora.merging import WeightMerger
@@ -102,7 +102,6 @@ class ModelRunner:
     ) -> None:
         self._mesh, self._layout = mesh, layout
         device = mesh.devices.flat[0]
-        capability = getattr(device, "compute_capability", None)
         # A CPU has nothing to copy, and that copy's callback aborts an exiting process (jaxlib 0.11.2).
         self._device_memory = device.platform != "cpu"
         self.backend = choose_backend(model_config, config, mesh, layout)
@@ -118,16 +117,10 @@ class ModelRunner:
         )
         model = Llama(model_config, _fuse(model_config, layout.tp, mesh, params))
         self._pool, self._slots = _initial_state(model_config, config, mesh, layout, num_pages)
-        exported = None
-        if jax.config.jax_compilation_cache_dir and self._device_memory:  # a CPU has no whole steps
-            exported = ExportedSteps(
-                pathlib.Path(jax.config.jax_compilation_cache_dir) / "steps",
-                identity=(
-                    *(device.platform, device.device_kind, capability, mesh.shape_tuple),
-                    *(model_config, layout, self.backend.name, config.lora_mode),
-                    *(config.max_logprobs, config.record_logits),
-                ),
-            )
+        exported, folder = None, steps_folder(config.compile_cache_dir)
+        if folder is not None and self._device_memory:  # a CPU has no whole steps
+            identity = steps_identity(model_config, config, layout, mesh, self.backend)
+            exported = ExportedSteps(folder, identity)
         self._builder = ProgramBuilder(step_config, mesh, model, self._pool, self._slots, exported)
         self.buckets = ShapeBuckets.for_engine(
             layout,
@@ -279,6 +272,19 @@ class ModelRunner:
 
     def _sharding(self) -> NamedSharding:
         return NamedSharding(self._mesh, REPEATED)
+
+
+def steps_identity(
+    model_config: ModelConfig, config: EngineConfig, layout: PageLayout, mesh: Mesh, backend: Backend
+) -> tuple[object, ...]:
+    """What an engine's steps are made of beside code, versions, shapes and settings: `ExportedSteps`."""
+    device = mesh.devices.flat[0]
+    capability = getattr(device, "compute_capability", None)
+    return (
+        *(device.platform, device.device_kind, capability, mesh.shape_tuple),
+        *(model_config, layout, backend.name, config.lora_mode),
+        *(config.max_logprobs, config.record_logits),
+    )
 
 
 def _targets(shape: StepShape) -> str:

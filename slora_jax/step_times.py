@@ -40,9 +40,12 @@ class StepTimes:
         seconds = sum(part for _, part in self._parts)
         if compiled:
             return
-        usual = statistics.median(self._seconds) if len(self._seconds) >= _FEW else float("inf")
+        before = list(self._seconds) if seconds >= _SECONDS else []
         self._seconds.append(seconds)
-        if seconds >= max(_SECONDS, _TIMES * usual) and self._mark - self._told >= _PAUSE:
+        if len(before) < _FEW or self._mark - self._told < _PAUSE:
+            return
+        usual = statistics.median(before)
+        if seconds >= _TIMES * usual:
             self._told = self._mark
             parts = ", ".join(f"{name} {part:.3f} s" for name, part in self._parts)
             logger.warning(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import subprocess
 import sys
 import threading
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,7 +19,10 @@ import slora_jax
 from slora_jax import SamplingParams, interrupts
 from slora_jax.engine import Engine
 from slora_jax.outputs import StreamEvent
-from tests.engine.slow_loading import busy_bench, finish
+from slora_jax.runner import ModelRunner
+from tests.engine.simulated_engine import simulated_engine
+from tests.engine.simulated_runner import BASE, SimulatedInFlight
+from tests.engine.slow_loading import busy_bench, finish, want
 
 ROOT = slora_jax.__path__[0]
 
@@ -148,6 +153,114 @@ def test_other_threads_hold_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+def test_it_is_let_in_while_a_step_compiles() -> None:
+    """Which takes many seconds."""
+    done: list[str] = []
+
+    def build(shape: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("compiled")
+
+    runner: Any = ModelRunner.__new__(ModelRunner)
+    runner._programs, runner._builder = {}, mock.Mock(build=build)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.held()(runner.program)(mock.Mock())
+    assert done == []
+
+
+def test_it_is_let_in_while_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, wanted = busy_bench()
+    fetch = SimulatedInFlight.fetch
+    done: list[str] = []
+
+    def interrupted(step: Any) -> Any:
+        if not done:
+            done.append("waiting")
+            signal.raise_signal(signal.SIGINT)
+            done.append("over")
+        return fetch(step)
+
+    monkeypatch.setattr(SimulatedInFlight, "fetch", interrupted)
+    assert finish(bench) == wanted
+    assert done == ["waiting"]
+
+
+def test_a_held_part_of_what_is_let_in_closes_behind_itself() -> None:
+    done = []
+
+    @interrupts.held()
+    def work() -> None:
+        with interrupts.let_in():
+            with interrupts.held():
+                done.append("held")
+            signal.raise_signal(signal.SIGINT)
+            done.append("let in")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["held"]
+
+
+def test_a_handler_that_is_set_meanwhile_stays() -> None:
+    mine = lambda number, frame: None  # noqa: E731
+    with interrupts.held():
+        signal.signal(signal.SIGINT, mine)
+    assert signal.getsignal(signal.SIGINT) is mine
+
+
+def test_a_child_process_is_not_held() -> None:
+    """Forked in the middle of what is held, as by a library's thread."""
+    code = (
+        "import os, signal, sys\n"
+        "from slora_jax import interrupts\n"
+        "with interrupts.held():\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        handler = signal.getsignal(signal.SIGINT)\n"
+        "        os._exit(handler is not signal.default_int_handler)\n"
+        "    status = os.waitpid(child, 0)[1]\n"
+        "sys.exit(os.waitstatus_to_exitcode(status))\n"
+    )
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
+
+
+def test_a_ctrl_c_anywhere_in_a_generate_ends_its_requests_and_nothing_else() -> None:
+    def interrupted_at(at: int) -> tuple[int, str]:
+        engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+        other = engine.add_request([8], None, SamplingParams(max_tokens=4))
+        places, met, where = itertools.count(1), 0, ""
+
+        def profile(frame: types.FrameType, event: str, arg: Any) -> None:
+            nonlocal met, where
+            if event in ("call", "c_return") and "slora_jax" in frame.f_globals.get("__name__", ""):
+                met = next(places)
+                if met == at:
+                    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                    signal.raise_signal(signal.SIGINT)
+
+        sys.setprofile(profile)
+        try:
+            engine.generate([[1, 2, 3], [4]], None, SamplingParams(max_tokens=3))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert set(engine._requests) <= {other}, where
+        assert not engine._outbox._streamed, where
+        engine.check_integrity()
+        got: list[int] = []
+        while engine.has_unfinished():
+            got += [t for e in engine.step() for t in e.token_ids]
+        assert got == want([8], BASE, 4), where
+        (out,) = engine.generate([[5]], None, SamplingParams(max_tokens=2))
+        assert out.token_ids == want([5], BASE, 2), where
+        return met, where
+
+    most, _ = interrupted_at(0)
+    for at in range(1, most + 1, 7):
+        interrupted_at(at)
 
 
 def test_ctrl_c_in_generate_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
+import threading
+import types
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -246,6 +251,72 @@ def test_a_stream_whose_id_was_taken_meanwhile_leaves_that_request_alone() -> No
     while engine.has_unfinished():
         tokens += [t for e in engine.step() for t in e.token_ids]
     assert tokens == expected_tokens([1, 2, 3], BASE, 4, VOCAB)
+
+
+def test_who_aborts_a_streamed_request_leaves_the_stream_its_events() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    stream = engine.stream([[4, 5]], sampling_params=SamplingParams(max_tokens=20))
+    events = [next(stream)]
+    assert not engine.step()
+    assert engine.abort(events[0].request_id) == []
+    events += stream
+    assert events[-1].finish_reason == "abort"
+    tokens = [t for e in events for t in e.token_ids]
+    assert tokens == expected_tokens([4, 5], BASE, len(tokens), VOCAB)
+
+
+@pytest.mark.parametrize("every", [3, 7, 50])
+def test_a_stream_that_python_collects_in_the_middle_of_a_step_breaks_nothing(every: int) -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    other = engine.add_request([1, 2, 3], None, SamplingParams(max_tokens=20))
+    calls = itertools.count(1)
+
+    def collect(frame: types.FrameType, event: str, arg: Any) -> None:
+        if event == "call" and "slora_jax" in frame.f_globals.get("__name__", "") and not next(calls) % every:
+            gc.collect(0)
+
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        stream: Any = engine.stream([[4, 5]], sampling_params=SamplingParams(max_tokens=20))
+        next(stream)
+        cycle: list[Any] = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        sys.setprofile(collect)
+        try:
+            events = engine.step()
+        finally:
+            sys.setprofile(None)
+        engine.check_integrity()
+        tokens += [t for e in events for t in e.token_ids if e.request_id == other]
+    assert tokens == expected_tokens([1, 2, 3], BASE, 20, VOCAB)
+    assert not engine._requests
+
+
+def test_a_stream_that_is_collected_in_another_thread_is_left_by_the_next_step() -> None:
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    stream: Any = engine.stream([[4, 5]], sampling_params=SamplingParams(max_tokens=20))
+    next(stream)
+    thread = threading.Thread(target=stream.close)
+    thread.start()
+    thread.join()
+    assert len(engine._requests) == 1
+    while engine.has_unfinished():
+        assert not engine.step()
+    assert not engine._requests
+
+
+def test_an_engine_that_is_dropped_is_freed_at_once() -> None:
+    """Its pool and weights fill a device: the next engine needs the room."""
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    engine.generate([[5, 6]], sampling_params=SamplingParams(max_tokens=3))
+    alive = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_without_max_tokens_an_output_may_fill_what_the_pool_holds_beside_the_adapter() -> None:

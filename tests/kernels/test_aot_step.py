@@ -101,10 +101,8 @@ def compile_step(
     args = ends.leaves, [m.leaves for m in layers], pool, slots, packed
     step: Any = mapped
     if exported is not None:
-        for _ in range(2):  # the second one is read
-            kept = exported.lowered("step", jax.jit(mapped, donate_argnums=(2, 3)), args)
-            assert kept is not None
-            step = kept.call
+        exported._exported("step", jax.jit(mapped, donate_argnums=(2, 3)), args)
+        step = exported._exported("step", None, args).call  # read: there is nothing to export
     compiled = aot.compile_for_h200(step, *args, donate=(2, 3), options=options)
     assert aot.command_buffers(tmp_path) == 1
     pool_bytes = 2 * pool.size

@@ -116,7 +116,7 @@ XLA = Backend(
     apply_lora=xla_lora.apply_lora,
     prefill_tile=64,
     row_alignment=1,
-    context_rungs=(xla_attention.BLOCK_TOKENS // 2, xla_attention.BLOCK_TOKENS),
+    context_rungs=tuple(xla_attention.BLOCK_TOKENS * n // 2 for n in (1, 2, 8)),
     lora_work=xla_lora.LoraBlocks,
     planner=XlaPlanner(),
 )

@@ -368,6 +368,11 @@ class AsyncEngine:
                     "the engine did not finish its step within %g s of the abort; leaving it", abort_seconds
                 )
 
+    def abort_all(self) -> None:
+        """End a drain: abort whatever still runs."""
+        with contextlib.suppress(EngineDeadError, ShuttingDownError):
+            self._post(self._abort_all)
+
     def _check_accepting(self) -> None:
         if not self._accepting:
             raise ShuttingDownError("the server is shutting down; send the request to another replica")

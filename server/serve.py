@@ -8,8 +8,10 @@ import errno
 import gc
 import ipaddress
 import logging
+import signal
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -79,10 +81,28 @@ class _Server(uvicorn.Server):
         self._engine, self._drain_seconds = engine, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, drain the engine, let every client read its last event."""
+        """Stop listening, drain the engine, let every client read its last event; a second Ctrl-C aborts what
+        runs, and waits for no client.
+        """
         draining = asyncio.create_task(self._engine.shutdown(self._drain_seconds))
+        forcing = asyncio.create_task(self._abort_when_forced())
         await super().shutdown(sockets)
         await draining
+        forcing.cancel()
+        if self.force_exit:
+            await self.lifespan.shutdown()  # uvicorn leaves it out, and then logs that it was cancelled
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's, which would raise each signal again at the end: a second one only forces it."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT:
+            self.force_exit = True
+
+    async def _abort_when_forced(self) -> None:
+        while not self.force_exit:
+            await asyncio.sleep(0.1)
+        self._engine.abort_all()
 
 
 def _warn_if_exposed(host: str, config: ServerConfig) -> None:

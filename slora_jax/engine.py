@@ -381,8 +381,9 @@ class Engine:
         plan, packed, requests = self._planned, self._runner.packed, list(self._requests)
         shape = f" (shape: {packed[1]})" if packed is not None and packed[0] is plan else ""
         stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
+        compiles = "a step compiles, for the first time, which may take a minute; " * self._runner.compiling
         return (
-            f"the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks of "
+            f"{compiles}the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks of "
             f"prompts, {plan.num_tokens} tokens{shape}, of requests {some_of(stepped)}; "
             f"{len(requests)} requests have not ended: {some_of(requests)}; "
             f"adapters in transfer: {some_of(self._loader.under_way())}"
@@ -511,8 +512,13 @@ class Engine:
         if launched is None:
             self._last_plan = plan
         else:
+            prompts = [sum(chunk.count for chunk in p.prefills) for p in (self._last_plan, plan)]
             self._count(plan, time.perf_counter() - started)
-            self._times.end(compiled=compiled, doing=self.under_way)
+            self._times.end(
+                tuple(n.bit_length() for n in prompts),
+                compiled=compiled,
+                doing=lambda: f"{prompts[0]} prompt tokens in the step before; {self.under_way()}",
+            )
 
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
         """Step until these requests have ended, yielding their events; others' wait for who asked for them.

@@ -144,6 +144,7 @@ class ModelRunner:
             update_token_counts, donate_argnums=0, out_shardings=NamedSharding(mesh, REPEATED)
         )
         self.compilations = 0
+        self.compiling = False  # a step's shape that was just met
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Enqueue a plan that the scheduler has committed; compiles its shape first where that is new."""
@@ -220,8 +221,12 @@ class ModelRunner:
         found = self._programs.get(shape)
         if found is None:
             started = time.perf_counter()
-            with interrupts.let_in():
-                found = self._programs[shape] = self._builder.build(shape)
+            self.compiling = True
+            try:
+                with interrupts.let_in():
+                    found = self._programs[shape] = self._builder.build(shape)
+            finally:
+                self.compiling = False
             self.compilations += 1
             logger.info(
                 "compiled a step of %d decodes and %d prompt tokens, contexts to %d, %s, in %.1f s",

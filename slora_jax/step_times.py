@@ -6,12 +6,12 @@ import collections
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 logger = logging.getLogger(__name__)
 
 _LATEST = 64  # steps whose median is the usual time
-_FEW = 16  # steps before which nothing is usual
+_FEW = 16  # steps of a kind before which nothing is usual
 _TIMES, _SECONDS = 10.0, 0.25  # a step is long from so many times the usual time, and from so many seconds
 _PAUSE = 10.0  # seconds between two lines
 
@@ -20,7 +20,7 @@ class StepTimes:
     """Times steps part by part: `begin`, `part` after each, `end`."""
 
     def __init__(self) -> None:
-        self._seconds = collections.deque[float](maxlen=_LATEST)
+        self._seconds: dict[Hashable, collections.deque[float]] = {}  # by kind of step
         self._parts: list[tuple[str, float]] = []
         self._mark, self._told = time.monotonic(), -float("inf")
 
@@ -35,13 +35,16 @@ class StepTimes:
         self._parts.append((name, now - self._mark))
         self._mark = now
 
-    def end(self, *, compiled: bool, doing: Callable[[], str]) -> None:
-        """The step is over. `compiled`: it waited for that, which the log has; `doing`: what it was at."""
+    def end(self, kind: Hashable, *, compiled: bool, doing: Callable[[], str]) -> None:
+        """A step of this kind is over, of which there are few. `compiled`: it waited for that, which the log
+        has; `doing`: what it was at.
+        """
         seconds = sum(part for _, part in self._parts)
         if compiled:
             return
-        before = list(self._seconds) if seconds >= _SECONDS else []
-        self._seconds.append(seconds)
+        latest = self._seconds.setdefault(kind, collections.deque(maxlen=_LATEST))
+        before = list(latest) if seconds >= _SECONDS else []
+        latest.append(seconds)
         if len(before) < _FEW or self._mark - self._told < _PAUSE:
             return
         usual = statistics.median(before)

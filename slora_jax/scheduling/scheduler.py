@@ -165,8 +165,10 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Send every running sequence back to the queue, in order, to be computed anew, all of it."""
+        before = self.preemptions
         while self.running:
             self._preempt(StepPlan([], []), next(reversed(self.running)))
+        self.preemptions = before  # pages were not lacking
         self._prefixes.clear()
 
     def check_integrity(self) -> None:

@@ -114,6 +114,7 @@ class SimulatedRunner:
 
     stages_adapters = False
     copy_bytes_per_s: float | None = None
+    compiling = False
     packed = None
     compilations = 0
     pinned_host_limit: int | None = None

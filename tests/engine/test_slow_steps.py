@@ -115,3 +115,11 @@ def test_a_log_is_not_flooded(
         for _ in range(60):
             engine.step()
     assert len(told(caplog)) == 2
+
+
+def test_who_asks_what_is_under_way_hears_of_a_compilation(engine: Engine) -> None:
+    """A restart would begin it anew."""
+    engine.step()
+    assert "compiles" not in engine.under_way()
+    engine._runner.compiling = True
+    assert engine.under_way().startswith("a step compiles")

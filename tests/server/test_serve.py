@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import signal
@@ -113,6 +114,30 @@ def test_ctrl_c_ends_without_a_traceback() -> None:
     httpx.get(f"{url}/health", timeout=20, trust_env=False)  # uvicorn handles signals from here on
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=15)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def test_a_second_ctrl_c_ends_the_drain() -> None:
+    process, url = start(60, "def step(self): time.sleep(0.1); return super().step()")
+    body = {"prompt": "x" * 10, "max_tokens": 200, "ignore_eos": True}  # 20 s
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.TransportError):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for _ in range(200):
+        if re.search(r"num_requests_running\S* 1", httpx.get(f"{url}/metrics", trust_env=False).text):
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None, "it does not drain"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=15)
+    thread.join()
     assert process.returncode == 0
     assert "Traceback" not in errors
 

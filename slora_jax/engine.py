@@ -381,7 +381,7 @@ class Engine:
         plan, packed, requests = self._planned, self._runner.packed, list(self._requests)
         shape = f" (shape: {packed[1]})" if packed is not None and packed[0] is plan else ""
         stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
-        compiles = "a step compiles, for the first time, which may take a minute; " * self._runner.compiling
+        compiles = "a step compiles, which may take a minute; " if self._runner.compiling else ""
         return (
             f"{compiles}the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks of "
             f"prompts, {plan.num_tokens} tokens{shape}, of requests {some_of(stepped)}; "

@@ -383,8 +383,8 @@ class Engine:
         stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
         compiles = "a step compiles, which may take a minute; " if self._runner.compiling else ""
         return (
-            f"{compiles}the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} chunks "
-            f"of prompts, {plan.num_tokens} tokens{shape}, of requests {some_of(stepped)}; "
+            f"{compiles}the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} "
+            f"chunks of prompts, {plan.num_tokens} tokens{shape}, of requests {some_of(stepped)}; "
             f"{len(requests)} requests have not ended: {some_of(requests)}; "
             f"adapters in transfer: {some_of(self._loader.under_way())}"
         )

@@ -43,17 +43,21 @@ WARPS = 4  # of a warpgroup
 # The bytes of OPERAND, one row after another.
 ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
+PARTS = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))  # type: ignore[abstract]
+
 
 def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Callable[..., Any]:
     """Of phase "both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand":
     h instead of x.
 
-    h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part. One warpgroup copies, another
+    h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part. Of phase "both" the parts of an
+    item are a cluster, whose thread blocks send each other their summands. One warpgroup copies, another
     multiplies.
     """
     n_modules, width = len(config.out_dims), config.width
     tokens = WINDOW * n_modules
     pieces = width // SWIZZLE  # of a chunk's columns, as they are added to y
+    clustered = phase == "both" and split > 1
 
     def decode(
         x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, scratch: dict[str, Ref]
@@ -135,6 +139,20 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
                 loop(jnp.int32(0), shrinks, step)
 
             return accumulate((RANKS, WINDOW), steps)
+
+        def sum_of_cluster(h: jax.Array) -> jax.Array:
+            """The sum of h over the item's thread blocks: each sends its own to all, and adds in one order."""
+            parts_s, arrived = scratch["parts_s"], scratch["parts_full_s"]
+            for n in range(split):
+                to = lax.rem(part + n, split)
+                plgpu.async_store_smem(
+                    h, parts_s.at[part], arrived, cluster_idx=to, cluster_dim="part", optimized=False
+                )
+            plgpu.barrier_wait(arrived)
+            parts = [
+                plgpu.load(parts_s.at[p], layout=plgpu.Layout.WGMMA, optimized=False) for p in range(split)
+            ]
+            return functools.reduce(jnp.add, parts)
 
         def expand(h: jax.Array, y: Ref) -> None:
             h_s, d_s = scratch["h_s"], scratch["d_s"]
@@ -222,7 +240,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
             elif phase == "shrink":
                 out[part, pl.ds(index * RANKS, RANKS)] = shrink()
             else:
-                expand(shrink(), out)
+                expand(sum_of_cluster(shrink()) if clustered else shrink(), out)
 
         worker = lax.axis_index("worker")
         pl.when((item.blocks > 0) & (worker == 0))(consume)
@@ -241,10 +259,21 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
         rows = config.deltas * pieces * tokens  # (w/64, m, t), w of 64
         scratch["d_s"] = plgpu.SMEM((rows, SWIZZLE), bf16, transforms=ROWS)
+    if clustered:
+        scratch["parts_s"] = plgpu.SMEM((split, RANKS, WINDOW), jnp.float32, transforms=PARTS)
+        scratch["parts_full_s"] = plgpu.Barrier(num_arrivals=split)
     out_type = jax.ShapeDtypeStruct((split, nd * RANKS, WINDOW), jnp.float32) if phase == "shrink" else ()
 
     def body(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, **scratch: Ref) -> None:
         decode(x, chunks, items, pages, layer, out, scratch)
 
     body.__name__ = f"lora_decode_{phase}"
-    return lora_kernel(body, config, 2, out_type=out_type, grid=(nd, split), scratch_types=scratch)
+    return lora_kernel(
+        body,
+        config,
+        2,
+        out_type=out_type,
+        grid=(nd,) if clustered else (nd, split),
+        scratch_types=scratch,
+        cluster=split if clustered else 1,
+    )

@@ -37,6 +37,7 @@ class LoraConfig:
     pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
     # Of decode items:
+    cluster: bool = False  # the parts of an item are a cluster, in one launch
     deltas: int = 2  # buffers of products on their way to y
     whole_window: int = 3  # tokens from which an item expands its window with wgmma instead of row by row
 
@@ -160,10 +161,10 @@ def steps_of_part(chunks: int, part: jax.Array, split: int) -> jax.Array:
 
 
 def lora_kernel(
-    body: Callable[..., None], config: LoraConfig, warpgroups: int = 1, **kwargs: Any
+    body: Callable[..., None], config: LoraConfig, warpgroups: int = 1, cluster: int = 1, **kwargs: Any
 ) -> Callable[..., Any]:
     """plgpu.kernel over (item, part) of one or two `worker`s; bodies order their shared-memory accesses
-    with commit_smem themselves.
+    with commit_smem themselves. The parts are a cluster, where `cluster` says how many.
     """
     params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -172,9 +173,10 @@ def lora_kernel(
         kwargs["interpret"] = config.interpret
     if warpgroups > 1:
         kwargs |= {"num_threads": warpgroups, "thread_name": "worker"}
-    kernel: Callable[..., Any] = plgpu.kernel(
-        body, compiler_params=params, grid_names=("item", "part"), **kwargs
-    )
+    kwargs["grid_names"] = ("item", "part")
+    if cluster > 1:
+        kwargs |= {"grid_names": ("item",), "cluster": (cluster,), "cluster_names": ("part",)}
+    kernel: Callable[..., Any] = plgpu.kernel(body, compiler_params=params, **kwargs)
     return kernel
 
 

@@ -34,8 +34,10 @@ BARRIERS = 512  # bytes, at most
         (40, 8, 2, 4096, (4096, 1024, 1024), 256, 32768),  # one short prompt: padded to a tile
     ],
 )
+@pytest.mark.parametrize("cluster", [False, True])
 def test_compiles_for_h200(
     dump: Path,
+    cluster: bool,
     tokens: int,
     nd: int,
     nt: int,
@@ -49,7 +51,16 @@ def test_compiles_for_h200(
     def two_layers(y: jax.Array, x: jax.Array, pool: jax.Array, work: LoraWork) -> jax.Array:
         for layer in range(2):
             y = apply_lora(
-                x, y, pool, layer, work, modules=modules, in_dim=in_dim, out_dims=out_dims, chunk_width=width
+                x,
+                y,
+                pool,
+                layer,
+                work,
+                modules=modules,
+                in_dim=in_dim,
+                out_dims=out_dims,
+                chunk_width=width,
+                cluster=cluster,
             )
         return y
 

@@ -213,7 +213,8 @@ LORA_BATCHES = {  # adapter of each decode row, -1: none; (adapter, tokens) of e
 
 
 @pytest.mark.parametrize("batch", LORA_BATCHES)
-def test_lora(model: ModelConfig, batch: str) -> None:
+@pytest.mark.parametrize("cluster", [False, True])
+def test_lora(model: ModelConfig, batch: str, cluster: bool) -> None:
     layout = PageLayout.for_model(model, PAGE_TOKENS, 1)
     rng = np.random.default_rng(3)
     pool = np.full((model.num_hidden_layers, N_PAGES, layout.page_elems), np.nan, np.float32)
@@ -256,6 +257,7 @@ def test_lora(model: ModelConfig, batch: str) -> None:
             in_dim=layout.in_dims[modules[0]],
             out_dims=tuple(layout.out_dims[m] for m in modules),
             chunk_width=layout.chunk_width,
+            **({"cluster": cluster} if backend is MOSAIC else {}),
         )
         work = backend.lora_work(**{n: jnp.asarray(a) for n, a in built.items()})
         args = x.astype(dtype), y.astype(dtype), jnp.asarray(pool, dtype), jnp.int32(LAYER), work

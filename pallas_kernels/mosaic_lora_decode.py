@@ -141,7 +141,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
             return accumulate((RANKS, WINDOW), steps)
 
         def sum_of_cluster(h: jax.Array) -> jax.Array:
-            """The sum of h over the item's thread blocks: each sends its own to all, and adds in one order."""
+            """The sum of h over the item's thread blocks: each sends its own to all and adds in one order."""
             parts_s, arrived = scratch["parts_s"], scratch["parts_full_s"]
             for n in range(split):
                 to = lax.rem(part + n, split)

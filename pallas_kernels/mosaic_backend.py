@@ -53,11 +53,12 @@ class MosaicPlanner:
         return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """With prompts four times the rung below; without 64, 128, 256, 1024, ... items.
+        """With prompts four times the rung below; without 64, 128, 256, 1024, ... items, for few rows from 16
+        or 32 on.
 
-        Up to 64 and 128 items are divided over 4 and 2 thread blocks each. Steps with prompts begin with
-        room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of their
-        time.
+        Up to 32, 64 and 128 items are divided over 8, 4 and 2 thread blocks each. Steps with prompts begin
+        with room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of
+        their time.
         """
         if rung == 0:
             return 0, 0, 0
@@ -68,6 +69,7 @@ class MosaicPlanner:
             runs = -(-prompts // TILE) + prompts // (4 * TILE) + 1
             items, tiles = (n * 4 ** (rung - 1) for n in (items, pl.next_power_of_2(USUAL_ITEMS * runs)))
         else:
+            items = min(items, max(16, pl.next_power_of_2(4 * shape.decode_rows)))
             items *= rung if rung < 3 else 4 ** (rung - 2)
         chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
         widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)

@@ -23,13 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, SLOTS, TILE, WINDOW, LoraWork
+from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, TILE, WINDOW, LoraWork
 from slora_jax.pallas_kernels.mosaic_lora_decode import decode_kernel
 from slora_jax.pallas_kernels.mosaic_lora_item import LoraConfig
 from slora_jax.pallas_kernels.mosaic_lora_tiles import tile_expand_kernel, tile_shrink_kernel
 from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
-MOST_IN_CLUSTER = 4  # whose summands of h leave room for two thread blocks an SM
+FEW_IN_CLUSTER = 4  # whose summands of h leave room for two thread blocks an SM
 CHUNK_WIDTHS = (64, 128, 256)
 SMS = 132  # of an H100 or H200
 
@@ -134,5 +134,6 @@ def _check(
 
 def _split(items: int, config: LoraConfig) -> int:
     """Over how many thread blocks each item's columns are divided, so that up to two run on every SM."""
-    most = min(config.a_chunks, max(config.b_chunks), MOST_IN_CLUSTER if config.cluster else SLOTS)
+    crowded = config.cluster and 8 * items > SMS
+    most = min(config.a_chunks, max(config.b_chunks), FEW_IN_CLUSTER if crowded else 8)
     return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= most and items * s <= 2 * SMS))

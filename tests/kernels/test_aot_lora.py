@@ -12,7 +12,7 @@ import pytest
 
 from slora_jax.pallas_kernels import aot
 from slora_jax.pallas_kernels.lora_work import FIELDS, MODULE_GROUPS, LoraWork
-from slora_jax.pallas_kernels.mosaic_lora import apply_lora
+from slora_jax.pallas_kernels.mosaic_lora import SMS, apply_lora
 
 pytestmark = pytest.mark.aot
 LAYERS, PAGES = 4, 1000
@@ -25,6 +25,7 @@ BARRIERS = 512  # bytes, at most
     [
         (256, 256, 0, 4096, (4096, 4096, 4096), 256, 131072),  # Llama-2-7B, fused
         (256, 32, 0, 4096, (4096, 4096, 4096), 256, 131072),  # split
+        (8, 16, 0, 4096, (4096, 4096, 4096), 256, 131072),  # split into 8, an SM each
         (256, 256, 0, 4096, (4096, 1024, 1024), 256, 32768),  # Llama-3-8B
         (256, 256, 0, 5120, (13824, 13824), 256, 163840),  # Llama-2-13B, gate and up
         (256, 256, 0, 11008, (4096,), 256, 131072),  # down
@@ -80,4 +81,5 @@ def test_compiles_for_h200(
     assert [r for r in reports if r.spill_bytes] == []
     for path in dump.rglob("lora_decode*.resources.txt"):
         sizes = re.findall(r"smem_scratch_bytes=(\d+)", path.read_text())
-        assert int(sizes[0]) + BARRIERS <= SMEM_OF_TWO, f"{path.stem}: only one thread block fits an SM"
+        one_each = 8 * nd <= SMS
+        assert int(sizes[0]) + BARRIERS <= SMEM_OF_TWO or one_each, f"{path.stem}: only one block fits an SM"

@@ -188,7 +188,7 @@ class AdapterLoader:
         before, self._step_end = self._step_end, time.perf_counter()
         if timed:
             self._step_seconds.append(self._step_end - before)
-        self._most_bytes = self._staging_bytes
+        self.idle()
         link = self._device.copy_bytes_per_s
         if runs and link is not None:
             step = statistics.median(self._step_seconds or [_FIRST_STEP])

@@ -164,11 +164,11 @@ class Scheduler:
         self.waiting.ended(sequence)
 
     def preempt_all(self) -> None:
-        """Send every running sequence back to the queue, in order, to be computed anew, all of it."""
-        before = self.preemptions
+        """Send every running sequence back to the queue, in order, to be computed anew, all of it. None
+        counts as preempted, since pages are not lacking.
+        """
         while self.running:
-            self._preempt(StepPlan([], []), next(reversed(self.running)))
-        self.preemptions = before  # pages were not lacking
+            self._send_back(next(reversed(self.running)))
         self._prefixes.clear()
 
     def check_integrity(self) -> None:
@@ -296,10 +296,13 @@ class Scheduler:
     def _preempt(self, plan: StepPlan, sequence: Sequence) -> None:
         for chunks in (plan.decodes, plan.prefills):
             chunks[:] = [c for c in chunks if c.sequence is not sequence]
-        self._stop_running(sequence)
-        sequence.num_computed = 0
+        self._send_back(sequence)
         sequence.request.metrics.num_preemptions += 1
         self.preemptions += 1
+
+    def _send_back(self, sequence: Sequence) -> None:
+        self._stop_running(sequence)
+        sequence.num_computed = 0
         self.waiting.preempted(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:

@@ -187,6 +187,24 @@ def test_it_is_let_in_while_the_device_is_waited_for(monkeypatch: pytest.MonkeyP
     assert done == ["waiting"]
 
 
+def test_sequences_that_are_computed_anew_behind_it_are_not_preempted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which would say that pages are lacking."""
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    engine.add_request([1, 2, 3], None, SamplingParams(max_tokens=9))
+    for _ in range(4):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedInFlight, "fetch", lambda step: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 1)
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats().preemptions == 0
+
+
 def test_a_held_part_of_what_is_let_in_closes_behind_itself() -> None:
     done = []
 

@@ -1,7 +1,8 @@
 """Thousands of adapters on the real engine: loads beside decodes, cold first tokens, thrashing, policies.
 
     python -m benchmarks.bench_adapters loads cold thrash --model llama-2-7b
-    python -m benchmarks.bench_adapters online fairness --model llama-2-7b --rate 42
+    python -m benchmarks.bench_adapters online fairness --model llama-2-7b --rate 60
+    python -m benchmarks.bench_adapters cluster --adapters-in-pool 8
 
 Each part is a module of benchmarks/adapters, which says what it measures. All parts of a command share one
 model, one pool on the device and its compiled steps (`Workbench`); a part that wants another budget, policy
@@ -16,7 +17,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from benchmarks.adapters import cold, fairness, loads, online, thrash
+from benchmarks.adapters import clustering, cold, fairness, loads, online, thrash
 from benchmarks.adapters.workbench import Workbench, cut_pool
 from benchmarks.bench_engine import MODELS
 from benchmarks.sim_scheduler import POLICIES
@@ -38,6 +39,7 @@ PARTS: dict[str, Part] = {
     "thrash": thrash,
     "online": online,
     "fairness": fairness,
+    "cluster": clustering,
 }
 
 
@@ -66,22 +68,25 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--seconds", type=float, default=10.0, help="of a window")
     some.add_argument("--no-unified-memory", action="store_true", help="the same points on fixed slots, too")
     some.add_argument("--adapter-slots", type=int, nargs="+", help="of these; default: C")
-    some = parser.add_argument_group("online and fairness")
+    some = parser.add_argument_group("online, fairness and cluster")
     some.add_argument("--adapters", type=int, default=200, help="registered")
     some.add_argument("--alpha", type=float, default=1.0, help="S-LoRA's: 1 is uniform, less is skewed")
-    some.add_argument("--rate", type=float, default=42.0, help="online: requests a second")
+    some.add_argument("--rate", type=float, default=60.0, help="online: requests a second")
     some.add_argument("--cv", type=float, default=2.0, help="online: of the gaps between arrivals")
     some.add_argument("--target", type=float, default=6.0, help="online: seconds to a first token")
-    some.add_argument("--online-seconds", type=float, default=25.0, help="that requests come")
+    some.add_argument("--online-seconds", type=float, default=18.0, help="that requests come")
     some.add_argument("--policies", nargs="+", default=list(POLICIES))
     some.add_argument("--fair-policies", nargs="+", default=["fcfs", "vtc", "vtc+cluster"])
     some.add_argument("--fair-seconds", type=float, default=12.0)
+    some.add_argument("--cluster-requests", type=int, default=600, help="that wait from the start on")
+    some.add_argument("--cluster-passes", type=int, nargs="+", default=[64, 256], help="cluster_max_passes")
+    some.add_argument("--cluster-alpha", type=float, nargs="+", default=[1.0, 0.3])
     args = parser.parse_args(argv)
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
     if args.no_unified_memory and "unified_memory" not in {f.name for f in dataclasses.fields(EngineConfig)}:
         parser.error("--no-unified-memory: this engine has no EngineConfig.unified_memory")
     bench = Workbench(args, engine)
-    if {"thrash", "online", "fairness"} & set(args.what):  # before time is spent
+    if {"thrash", "online", "fairness", "cluster"} & set(args.what):  # before time is spent
         cut_pool(bench, args, max(args.working_set) if "thrash" in args.what else 1)
     bench.compile([shape for what in args.what for shape in PARTS[what].shapes(bench, args)])
     for what in args.what:

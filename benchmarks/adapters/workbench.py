@@ -115,12 +115,14 @@ def cut_pool(bench: Workbench, args: argparse.Namespace, largest: int = 1) -> in
     return kv + round(held * mean)
 
 
-def contended(bench: Workbench, args: argparse.Namespace, policy: str) -> tuple[Engine, Workload]:
+def contended(
+    bench: Workbench, args: argparse.Namespace, policy: str, alpha: float | None = None, **fields: Any
+) -> tuple[Engine, Workload]:
     """An engine under a policy whose pool holds few of its adapters, and requests for them."""
     cut = cut_pool(bench, args)
-    engine = bench.engine(cut, scheduling_policy=policy, ttft_target_s=args.target)
+    engine = bench.engine(cut, scheduling_policy=policy, ttft_target_s=args.target, **fields)
     names = register_adapters(engine, bench.adapters(SETTINGS[args.setting]), args.adapters)
-    pick = by_popularity(str(args.alpha), len(names))
+    pick = by_popularity(str(args.alpha if alpha is None else alpha), len(names))
     return engine, Workload(names, pick, bench.longest, bench.vocab_size)
 
 

@@ -111,6 +111,16 @@ def test_policies_meet_real_arrivals(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert fcfs["share_of_small"] < vtc["share_of_small"] < 0.6
 
 
+def test_clustered_requests_share_fewer_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = "cluster --adapters-in-pool 3 --adapters 12 --cluster-requests 80"
+    lines = run(monkeypatch, tmp_path, f"{arguments} --cluster-passes 80 --cluster-alpha 1.0")["cluster"]
+    fcfs, clustered = lines
+    assert [line["case"]["passes"] for line in lines] == [0, 80]
+    assert clustered["mean_adapters_running"] < fcfs["mean_adapters_running"]
+    assert clustered["loads"] < fcfs["loads"]
+    assert fcfs["value"] > 0
+
+
 def test_a_working_set_that_no_pool_holds_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

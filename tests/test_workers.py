@@ -18,6 +18,7 @@ ALL_AT_ONCE = 20
 
 def test_so_many_run_at_a_time_in_the_order_they_came_and_threads_end() -> None:
     workers, lock = DaemonWorkers(3, "test-worker"), threading.Lock()
+    together = threading.Barrier(3, timeout=60)
     running, most, begun = 0, 0, []
 
     def job(i: int) -> int:
@@ -27,6 +28,8 @@ def test_so_many_run_at_a_time_in_the_order_they_came_and_threads_end() -> None:
             most = max(most, running)
             begun.append(i)
         assert threading.current_thread().daemon
+        if i < 3:  # each is begun before one of them ends
+            together.wait()
         time.sleep(0.005)
         with lock:
             running -= 1
@@ -34,11 +37,11 @@ def test_so_many_run_at_a_time_in_the_order_they_came_and_threads_end() -> None:
 
     for _ in range(2):  # again after all threads have ended
         futures = [workers.submit(f"job {i}", job, i) for i in range(ALL_AT_ONCE)]
-        assert [f.result(10) for f in futures] == list(range(ALL_AT_ONCE))
+        assert [f.result(60) for f in futures] == list(range(ALL_AT_ONCE))
         assert most == 3
         for thread in threading.enumerate():
             if thread.name == "test-worker":
-                thread.join(10)
+                thread.join(60)
         assert "test-worker" not in {thread.name for thread in threading.enumerate()}
     assert [sorted(begun[i : i + ALL_AT_ONCE]) for i in (0, ALL_AT_ONCE)] == [list(range(ALL_AT_ONCE))] * 2
 
@@ -51,8 +54,8 @@ def test_an_error_is_its_futures_and_the_next_job_runs(error: type[BaseException
     workers = DaemonWorkers(1, "test-worker")
     failed, fine = workers.submit("a failure", fail), workers.submit("a sum", sum, [1, 2])
     with pytest.raises(error, match="told to"):
-        failed.result(10)
-    assert fine.result(10) == 3
+        failed.result(60)
+    assert fine.result(60) == 3
 
 
 def test_what_has_not_begun_can_be_cancelled_alone_or_together() -> None:
@@ -60,31 +63,37 @@ def test_what_has_not_begun_can_be_cancelled_alone_or_together() -> None:
 
     def wait() -> bool:
         begun.set()
-        return gate.wait(10)
+        return gate.wait(60)
 
     first = workers.submit("a wait", wait)
-    assert begun.wait(10)
-    others = [workers.submit("a wait", gate.wait, 10) for _ in range(3)]
+    assert begun.wait(60)
+    others = [workers.submit("a wait", gate.wait, 60) for _ in range(3)]
     assert others[0].cancel()
     workers.cancel()
     gate.set()
-    assert first.result(10)
+    assert first.result(60)
     assert all(future.cancelled() for future in others)
-    assert workers.submit("a sum", sum, [1]).result(10) == 1
-    assert not concurrent.futures.wait(others, 10).not_done
+    assert workers.submit("a sum", sum, [1]).result(60) == 1
+    assert not concurrent.futures.wait(others, 60).not_done
 
 
 PROGRAM = """
-import logging, sys, time
+import logging, sys, threading, time
 from slora_jax.workers import DaemonWorkers
 
 logging.basicConfig()
 workers = DaemonWorkers(2, "reader")
-workers.submit("a short job", lambda: (time.sleep(1), print("short job done", flush=True)))
+begun = threading.Event()
+workers.submit(
+    "a short job",  # it ends after the main thread has
+    lambda: (begun.set(), threading.main_thread().join(), print("short job done", flush=True)),
+)
+begun.wait()
 if sys.argv[1] == "hangs":
     workers.submit("the read that hangs", time.sleep, 600)
     workers.submit("a job that waits", print, "it was begun")
-time.sleep(0.5)
+    while len(workers._running) < 2:
+        time.sleep(0.01)
 """
 
 
@@ -97,4 +106,4 @@ def test_a_process_waits_for_jobs_under_way_but_not_for_ever(how: str) -> None:
     told = [line for line in process.stderr.splitlines() if logging.getLevelName(logging.WARNING) in line]
     assert len(told) == (how == "hangs")
     if how == "hangs":
-        assert "the process ends without the read that hangs, which has not returned for 2." in told[0]
+        assert "the process ends without the read that hangs, which has not returned for " in told[0]

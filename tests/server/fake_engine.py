@@ -106,10 +106,11 @@ class Running:
 
 
 class FakeEngine:
-    """`step_seconds`, `prepare_seconds`: how slow it is; `fail_at_step`: the step that raises.
+    """`step_seconds`: how slow it is; `fail_at_step`: the step that raises.
 
-    A prompt with "poison" fails by itself; the tenant "greedy" is over its limit. `threads` has the names of
-    threads by the method they called.
+    While `paused`, its steps do nothing, as where all wait for an adapter; while `folders_answer` is clear,
+    reads of adapters hang. A prompt with "poison" fails by itself; the tenant "greedy" is over its limit.
+    `threads` has the names of threads by the method they called.
     """
 
     def __init__(
@@ -118,7 +119,6 @@ class FakeEngine:
         max_model_len: int = 256,
         max_batch_size: int = 32,
         step_seconds: float = 0.0,
-        prepare_seconds: float = 0.0,
         fail_at_step: int | None = None,
         tokenizer: ByteTokenizer | None = None,
     ) -> None:
@@ -127,7 +127,9 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.config = EngineConfig(max_batch_size=max_batch_size)
         self.step_seconds = step_seconds
-        self.prepare_seconds = prepare_seconds
+        self.paused = False
+        self.folders_answer = threading.Event()
+        self.folders_answer.set()
         self.fail_at_step = fail_at_step
         self.threads: defaultdict[str, set[str]] = defaultdict(set)
         self.scheduling: list[tuple[str, int, float | None]] = []  # of each request
@@ -193,6 +195,9 @@ class FakeEngine:
 
     def step(self) -> list[StreamEvent]:
         self._seen("step")
+        if self.paused:
+            time.sleep(0.001)
+            return []
         time.sleep(self.step_seconds)
         self._steps += 1
         if self.fail_at_step is not None and self._steps >= self.fail_at_step:
@@ -246,7 +251,7 @@ class FakeEngine:
 
     def prepare_adapter(self, path: Any) -> PreparedFake:
         self._seen("prepare_adapter")
-        time.sleep(self.prepare_seconds)
+        assert self.folders_answer.wait(120)
         file = Path(path) / "adapter_config.json"
         if not file.exists():
             raise FileNotFoundError(f"{file} does not exist")

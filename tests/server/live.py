@@ -23,6 +23,7 @@ class LiveServer:
 
     def __init__(self, url: str, engine: AsyncEngine) -> None:
         self.url = url
+        self.address = ("127.0.0.1", httpx.URL(url).port or 0)
         self.engine = engine
 
     def openai(self, key: str = "any", max_retries: int = 0) -> openai.OpenAI:
@@ -50,12 +51,12 @@ def serve(engine: EngineLike, config: ServerConfig | None = None) -> Iterator[Li
             yield LiveServer(f"http://127.0.0.1:{listener.getsockname()[1]}", bridge)
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Poll until `condition()`; fails after `seconds`."""
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Poll until `condition()`; fails after `seconds`, in which only what hangs is not done."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"

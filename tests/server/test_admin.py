@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import threading
-import time
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.config import ServerConfig
 from tests.lora.names import NO_NAMES
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
-from tests.server.live import LiveServer, serve
+from tests.server.live import LiveServer, serve, wait_for
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -133,7 +132,9 @@ def test_a_name_is_free_while_its_old_adapter_drains(adapter_dir: Path) -> None:
 
 
 def test_of_two_loads_at_once_one_wins(adapter_dir: Path) -> None:
-    with serve(FakeEngine(prepare_seconds=0.1)) as live:
+    engine = FakeEngine()
+    engine.folders_answer.clear()
+    with serve(engine) as live:
         statuses: list[int] = []
         body = {"lora_name": "a", "lora_path": str(adapter_dir)}
         threads = [
@@ -142,20 +143,24 @@ def test_of_two_loads_at_once_one_wins(adapter_dir: Path) -> None:
         ]
         for thread in threads:
             thread.start()
+        wait_for(lambda: len(live.engine._reads) == 2)
+        engine.folders_answer.set()
         for thread in threads:
             thread.join()
         assert sorted(statuses) == [200, 400]
 
 
 def test_a_slow_load_does_not_hold_up_answers(adapter_dir: Path) -> None:
-    with serve(FakeEngine(tokenizer=ByteTokenizer(), prepare_seconds=1.0)) as live:
+    engine = FakeEngine(tokenizer=ByteTokenizer())
+    engine.folders_answer.clear()
+    with serve(engine) as live:
         body = {"lora_name": "slow", "lora_path": str(adapter_dir)}
         loader = threading.Thread(target=live.post, args=(LOAD, body))
         loader.start()
-        started = time.monotonic()
+        wait_for(lambda: "prepare_adapter" in engine.threads)
         assert live.post("/v1/completions", {"prompt": "x"}).status_code == 200
-        assert time.monotonic() - started < 0.8
         assert loader.is_alive()
+        engine.folders_answer.set()
         loader.join()
 
 

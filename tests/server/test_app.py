@@ -28,22 +28,21 @@ LONG = {"prompt": "x" * 100, "max_tokens": None, "ignore_eos": True}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_client_that_goes_away_frees_its_pages(path: str, stream: bool) -> None:
-    engine = FakeEngine(tokenizer=ByteTokenizer(), step_seconds=0.02)
+    engine = FakeEngine(
+        tokenizer=ByteTokenizer(), step_seconds=0.02, max_model_len=10**6
+    )  # hours for one answer
     body: dict[str, object] = {**LONG, "stream": stream, "n": 3}
     if "chat" in path:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
     with serve(engine) as live:
-        with httpx.Client(trust_env=False) as client:
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(live.address, timeout=60) as client:
+            client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             if stream:
-                with client.stream("POST", live.url + path, json=body, timeout=10) as response:
-                    next(response.iter_lines())
-                    assert engine.stats().pages_kv > 0
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    client.post(live.url + path, json=body, timeout=0.3)
-        started = time.monotonic()
-        wait_for(lambda: engine.stats().num_running == 0, 3)
-        assert time.monotonic() - started < 2  # the whole of it would take 3 s
+                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+            wait_for(lambda: engine.stats().pages_kv > 0)
+        wait_for(lambda: engine.stats().num_running == 0)
         assert engine.stats().requests_aborted == 1
         assert engine.stats().pages_kv == 0
         assert live.get("/health").status_code == 200
@@ -71,7 +70,7 @@ def test_a_dead_engine_answers_503() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join()
         assert len(errors) == 6
         assert all("injected failure" in str(error) for error in errors)
         early = [error for error in errors if isinstance(error, openai.APIStatusError)]
@@ -149,17 +148,17 @@ def test_a_body_that_trickles_is_cut_off(path: str, header: str) -> None:
     config = ServerConfig(body_timeout_seconds=0.4, drain_seconds=0)
     head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n{header}\r\n\r\n"
     with serve(FakeEngine(tokenizer=ByteTokenizer()), config) as live:
-        address = ("127.0.0.1", httpx.URL(live.url).port or 0)
-        with socket.create_connection(address, timeout=0.05) as client:
-            client.sendall(head.encode())
+        with socket.create_connection(live.address, timeout=0.05) as client:
             started, answer = time.monotonic(), b""
+            client.sendall(head.encode())
             while b"408" not in answer:  # it never stops for longer than 0.05 s
-                assert time.monotonic() - started < 5
-                client.sendall(b" " if header == _SIZED else b"1\r\n \r\n")
+                assert time.monotonic() - started < 60
+                with contextlib.suppress(ConnectionError):  # it is cut off: the answer is there to be read
+                    client.sendall(b" " if header == _SIZED else b"1\r\n \r\n")
                 with contextlib.suppress(TimeoutError):
                     answer += client.recv(4096)
             assert time.monotonic() - started > 0.3
-            client.settimeout(5)
+            client.settimeout(60)
             with contextlib.suppress(ConnectionResetError):
                 while more := client.recv(4096):
                     answer += more
@@ -213,10 +212,10 @@ class Gate:
 
     def __call__(self) -> None:
         self._reached.set()
-        assert self._opened.wait(10)
+        assert self._opened.wait(60)
 
     def reached(self) -> None:
-        assert self._reached.wait(10)
+        assert self._reached.wait(60)
 
     def open(self) -> None:
         self._opened.set()
@@ -348,7 +347,8 @@ def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
 
 
 def test_metrics(adapter_dir: Path) -> None:
-    engine = FakeEngine(tokenizer=ByteTokenizer(), max_batch_size=2, step_seconds=0.005)
+    engine = FakeEngine(tokenizer=ByteTokenizer(), max_batch_size=2)
+    engine.paused = True
     with serve(engine) as live:
         for name in ("a", "b"):
             live.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter_dir)})
@@ -363,6 +363,7 @@ def test_metrics(adapter_dir: Path) -> None:
         assert busy["vllm:num_requests_running"] == 2.0
         assert 0 < busy["vllm:kv_cache_usage_perc"] < 1
         assert busy["vllm:gpu_cache_usage_perc"] == busy["vllm:kv_cache_usage_perc"]
+        engine.paused = False
         for thread in threads:
             thread.join()
         wait_for(lambda: _samples(live)["vllm:num_requests_running"] == 0)
@@ -398,7 +399,8 @@ def test_metrics(adapter_dir: Path) -> None:
 
 
 def test_the_gateways_metric_names_running_and_waiting_adapters(adapter_dir: Path) -> None:
-    engine = FakeEngine(tokenizer=ByteTokenizer(), max_batch_size=1, step_seconds=0.02)
+    engine = FakeEngine(tokenizer=ByteTokenizer(), max_batch_size=1)
+    engine.paused = True
     with serve(engine) as live:
         live.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapter_dir)})
         live.post("/v1/load_lora_adapter", {"lora_name": "b", "lora_path": str(adapter_dir)})
@@ -410,13 +412,15 @@ def test_the_gateways_metric_names_running_and_waiting_adapters(adapter_dir: Pat
             wait_for(lambda: engine.stats().num_running + engine.stats().num_waiting == len(threads))
 
         def labels() -> dict[str, str]:
+            asked = time.time()
             families = text_string_to_metric_families(live.get("/metrics").text)
             (sample,) = next(f for f in families if f.name == "vllm:lora_requests_info").samples
-            assert abs(sample.value - time.time()) < 5
+            assert asked <= sample.value <= time.time()
             return sample.labels
 
         wanted = {"max_lora": "1", "running_lora_adapters": "a", "waiting_lora_adapters": "b"}
         wait_for(lambda: labels() == wanted)
+        engine.paused = False
         for thread in threads:
             thread.join()
         wait_for(lambda: labels()["running_lora_adapters"] == "")

@@ -25,6 +25,7 @@ from tests.engine.simulated_engine import MODEL, simulated_engine
 from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import FakeEngine
 from tests.server.live import serve, wait_for
+from tests.server.pace import PacedSteps
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
 PHASES = ("queue", "prefill", "decode", "inference")
@@ -70,28 +71,34 @@ class Recording(ServerMetrics):
         return {phase: found[f"request_{phase}_time_seconds_sum"] for phase in PHASES}
 
 
-def over_slow_steps(body: Callable[[AsyncEngine, Recording], Awaitable[None]], **fields: Any) -> Recording:
-    """What a bridge over a simulated device, whose steps take 5 ms, tells its metrics while `body` runs."""
-    engine, metrics = simulated_engine(max_step_tokens=16, **fields), Recording()
-    step = engine.step
+class PacedBridge:
+    """A bridge over a simulated device: steps take 5 ms of a virtual clock, and are the test's to allow."""
 
-    def slow() -> list[StreamEvent]:
-        time.sleep(0.005)
-        return step()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._steps = PacedSteps(monkeypatch, 0.005)
+        self.clock, self.allow = self._steps.clock, self._steps.allow
 
-    engine.step = slow  # type: ignore[method-assign]
+    def run(self, body: Callable[[AsyncEngine, Recording], Awaitable[None]], **fields: Any) -> Recording:
+        """What the bridge tells its metrics while `body` runs; `fields` are EngineConfig's."""
+        engine, metrics = self._steps.drive(simulated_engine(max_step_tokens=16, **fields)), Recording()
 
-    async def main() -> None:
-        bridge = AsyncEngine(engine, metrics)
-        bridge.start()
-        try:
-            async with asyncio.timeout(20):
-                await body(bridge, metrics)
-        finally:
-            await bridge.shutdown(0)
+        async def main() -> None:
+            bridge = AsyncEngine(engine, metrics)
+            bridge.start()
+            try:
+                async with asyncio.timeout(120):
+                    await body(bridge, metrics)
+            finally:
+                self.allow(10_000)
+                await bridge.shutdown(0)
 
-    asyncio.run(main())
-    return metrics
+        asyncio.run(main())
+        return metrics
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> PacedBridge:
+    return PacedBridge(monkeypatch)
 
 
 def request(name: str, prompt: list[int], max_tokens: int | None, n: int = 1) -> GenerateRequest:
@@ -167,15 +174,17 @@ def test_the_seconds_of_steps_are_of_steps_that_were_launched() -> None:
     assert found["slora:engine_step_seconds_count"] == found["slora:engine_steps_total"] == 3
 
 
-def test_phases_of_a_request_that_waited_for_another_to_end() -> None:
+def test_phases_of_a_request_that_waited_for_another_to_end(paced: PacedBridge) -> None:
     async def body(bridge: AsyncEngine, _: Recording) -> None:
+        paced.allow(1000)
         stream = await bridge.submit([request("first", [1, 2, 3], 20), request("second", [4] * 7, 1)])
         assert len([event async for event in stream]) == 21
 
-    metrics = over_slow_steps(body, max_batch_size=1, num_pages=60)
+    metrics = paced.run(body, max_batch_size=1, num_pages=60)
     assert metrics.counts() == dict.fromkeys(PHASES, 2)
     took, found = metrics.sums(), metrics.samples()
-    assert took["queue"] > took["decode"] > 19 * 0.005  # the second waited for all of the first's decoding
+    assert took["decode"] == pytest.approx(19 * 0.005)
+    assert took["queue"] > took["decode"]  # the second waited for all of the first's decoding
     assert took["prefill"] + took["decode"] == pytest.approx(took["inference"])
     assert took["queue"] + took["inference"] <= found["e2e_request_latency_seconds_sum"]
     assert found["time_to_first_token_seconds_sum"] >= took["queue"] + took["prefill"]
@@ -189,15 +198,18 @@ def test_phases_of_a_request_that_waited_for_another_to_end() -> None:
     assert found["iteration_tokens_total_count"] == found["engine_step_seconds_count"]
 
 
-def test_a_preemption_is_in_the_phase_that_it_interrupts_and_no_second_wait_in_the_queue() -> None:
+def test_a_preemption_is_in_the_phase_that_it_interrupts_and_no_second_wait_in_the_queue(
+    paced: PacedBridge,
+) -> None:
     async def body(bridge: AsyncEngine, _: Recording) -> None:
+        paced.allow(1000)
         stream = await bridge.submit([request("a", [1] * 4, 40), request("b", [2] * 4, 40)])
         assert [event async for event in stream]
         while bridge.latest_stats.num_running:
             await asyncio.sleep(0.01)
         assert bridge.latest_stats.preemptions == 1
 
-    metrics = over_slow_steps(body, max_batch_size=2, num_pages=17)
+    metrics = paced.run(body, max_batch_size=2, num_pages=17)
     first, preempted = metrics.sequences
     assert first.scheduled_time is not None
     assert preempted.scheduled_time is not None
@@ -212,18 +224,19 @@ def test_a_preemption_is_in_the_phase_that_it_interrupts_and_no_second_wait_in_t
     assert took["decode"] == pytest.approx(sum(decoding))
 
 
-def test_who_gives_up_before_it_ran_has_waited_and_had_no_other_phase() -> None:
+def test_who_gives_up_before_it_ran_has_waited_and_had_no_other_phase(paced: PacedBridge) -> None:
     async def body(bridge: AsyncEngine, metrics: Recording) -> None:
+        paced.allow(3)
         running = await bridge.submit([request("running", [1], None)])
         await running.peek()
         waiting = await bridge.submit([request("waiting", [2] * 5, 30)])
-        await asyncio.sleep(0.03)
+        paced.clock.now += 1
         waiting.close()
         while not metrics.sequences:
             await asyncio.sleep(0.005)
         found = metrics.samples()
         assert metrics.counts() == {"queue": 1, "prefill": 0, "decode": 0, "inference": 0}
-        assert metrics.sums()["queue"] >= 0.03
+        assert metrics.sums()["queue"] == pytest.approx(1, abs=3 * 0.005)
         assert found["request_prompt_tokens_sum"] == 5
         lengths = [found[f"request_generation_tokens_{of}"] for of in ("count", "sum")]
         assert lengths == [1, 0]
@@ -236,11 +249,14 @@ def test_who_gives_up_before_it_ran_has_waited_and_had_no_other_phase() -> None:
         assert found["request_generation_tokens_sum"] > 0
         assert [found[f"request_params_{of}_count"] for of in ("n", "max_tokens")] == [2, 1]
 
-    over_slow_steps(body, max_batch_size=1, num_pages=60)
+    paced.run(body, max_batch_size=1, num_pages=60)
 
 
-def test_the_sequences_of_a_request_have_times_of_their_own_and_its_parameters_count_once() -> None:
+def test_the_sequences_of_a_request_have_times_of_their_own_and_its_parameters_count_once(
+    paced: PacedBridge,
+) -> None:
     async def body(bridge: AsyncEngine, metrics: Recording) -> None:
+        paced.allow(35)  # the first takes 31, the second would as many
         stream = await bridge.submit([request("both", [1, 2], 30, n=2)])
         ended = 0
         async for event in stream:
@@ -251,7 +267,7 @@ def test_the_sequences_of_a_request_have_times_of_their_own_and_its_parameters_c
         while len(metrics.sequences) < 2:
             await asyncio.sleep(0.005)
 
-    metrics = over_slow_steps(body, max_batch_size=1, num_pages=60)
+    metrics = paced.run(body, max_batch_size=1, num_pages=60)
     first, second = metrics.sequences
     assert (second.scheduled_time or 0) >= first.finished_time
     assert (first.num_output_tokens, second.num_output_tokens < 30) == (30, True)

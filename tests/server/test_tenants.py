@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slora_jax.engine import Engine
 from slora_jax.request import GenerateRequest
-from slora_jax.runner import InFlight
-from slora_jax.scheduling.scheduler import StepPlan
 from slora_jax.server.async_engine import EngineLike
 from tests.engine.simulated_engine import simulated_engine
 from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 from tests.server.live import LiveServer, serve, wait_for
+from tests.server.pace import PacedSteps
 
 
 def refusals(live: LiveServer) -> dict[tuple[str, str, str], float]:
@@ -89,38 +88,69 @@ def test_of_several_prompts_over_a_limit_none_is_left_behind() -> None:
     engine.check_integrity()
 
 
-def slow_engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """One that serves one sequence at a time, in steps of 20 ms, and wants first tokens within 100 ms."""
-    engine = simulated_engine(
-        num_pages=60, max_batch_size=1, max_step_tokens=16, scheduling_policy="early-abort", ttft_target_s=0.1
+STEPS = 10_000  # more than are taken
+
+
+def slow_engine(steps: PacedSteps) -> Engine:
+    """One that serves one sequence at a time and wants first tokens within 100 ms."""
+    return steps.drive(
+        simulated_engine(
+            num_pages=60,
+            max_batch_size=1,
+            max_step_tokens=16,
+            scheduling_policy="early-abort",
+            ttft_target_s=0.1,
+        )
     )
-    launch = engine._runner.launch
 
-    def slow(plan: StepPlan) -> InFlight:
-        time.sleep(0.02)
-        return launch(plan)
 
-    monkeypatch.setattr(engine._runner, "launch", slow)
-    return engine
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> PacedSteps:
+    """Of 20 ms."""
+    return PacedSteps(monkeypatch, 0.02)
+
+
+class Asking(threading.Thread):
+    """A completion that is asked for meanwhile."""
+
+    def __init__(self, live: LiveServer, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._live, self._body = live, body
+        self.start()
+
+    def run(self) -> None:
+        self._answer = self._live.post("/v1/completions", self._body)
+
+    def answer(self) -> httpx.Response:
+        self.join()
+        return self._answer
+
+
+def begin(live: LiveServer, engine: Engine, steps: PacedSteps) -> Asking:
+    """A completion of 60 tokens, of which the first few are there."""
+    steps.allow(3)
+    running = Asking(live, {"prompt": [1], "max_tokens": 60})
+    wait_for(lambda: engine.stats().num_running == 1)
+    return running
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_of_several_prompts_early_abort_serves_all_or_none(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    engine = slow_engine(monkeypatch)
+def test_of_several_prompts_early_abort_serves_all_or_none(steps: PacedSteps, stream: bool) -> None:
+    engine = slow_engine(steps)
     several = {"prompt": [[1], [2], [3]], "max_tokens": 12, "stream": stream}
     with serve(engine) as live:
-        served = live.post("/v1/completions", several)
+        asked = Asking(live, several)
+        wait_for(lambda: engine.stats().num_waiting == 3)
+        steps.allow(3 * 13)
+        served = asked.answer()
         assert served.status_code == 200
         assert "error" not in served.text
         assert (engine.stats().requests_finished, refusals(live)) == (3, {})
-        running = threading.Thread(
-            target=live.post, args=("/v1/completions", {"prompt": [1], "max_tokens": 60})
-        )
-        running.start()
-        wait_for(lambda: engine.stats().num_running == 1)
-        assert live.post("/v1/completions", several).status_code == 503
+        running = begin(live, engine, steps)
+        given_up = Asking(live, several)
+        wait_for(lambda: engine.stats().num_waiting == 3)
+        steps.allow(STEPS)
+        assert given_up.answer().status_code == 503
         running.join()
         assert engine.stats().output_tokens == 3 * 12 + 60
         assert refusals(live) == {("model", "default", "early-abort"): 3}
@@ -129,16 +159,15 @@ def test_of_several_prompts_early_abort_serves_all_or_none(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_early_abort_gives_up_is_a_503_that_says_when_to_come_back(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
+    steps: PacedSteps, stream: bool
 ) -> None:
-    engine = slow_engine(monkeypatch)
+    engine = slow_engine(steps)
     with serve(engine) as live:
-        running = threading.Thread(
-            target=live.post, args=("/v1/completions", {"prompt": [1], "max_tokens": 60})
-        )
-        running.start()
-        wait_for(lambda: engine.stats().num_running == 1)
-        response = live.post("/v1/completions", {"prompt": [2], "max_tokens": 2, "n": 2, "stream": stream})
+        running = begin(live, engine, steps)
+        asked = Asking(live, {"prompt": [2], "max_tokens": 2, "n": 2, "stream": stream})
+        wait_for(lambda: engine.stats().num_waiting == 2)
+        steps.allow(STEPS)
+        response = asked.answer()
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert "x-should-retry" not in response.headers

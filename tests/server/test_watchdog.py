@@ -16,6 +16,7 @@ from tests.engine.simulated_engine import simulated_engine
 from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 from tests.server.live import LiveServer, serve, wait_for
+from tests.server.pace import VirtualClock
 
 CONFIG = ServerConfig(watchdog_seconds=0.2, drain_seconds=0)
 
@@ -28,7 +29,7 @@ class Hanging(FakeEngine):
         self.gate = threading.Event()
 
     def step(self) -> list[StreamEvent]:
-        self.gate.wait(20)
+        assert self.gate.wait(120)
         return super().step()
 
 
@@ -40,6 +41,22 @@ def stalls(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def health(live: LiveServer) -> int:
     return live.get("/health").status_code
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """Of what the bridge calls a stall; it looks as often as in real time."""
+    return VirtualClock(monkeypatch, ["slora_jax.server.async_engine"])
+
+
+def stall(live: LiveServer, clock: VirtualClock) -> None:
+    """Let time pass until /health is 503."""
+
+    def later() -> bool:
+        clock.now += 1
+        return health(live) == 503
+
+    wait_for(later)
 
 
 def ask(live: LiveServer, statuses: list[int], **body: object) -> threading.Thread:
@@ -57,15 +74,16 @@ def hanging() -> Iterator[Hanging]:
 
 
 def test_a_step_that_hangs_is_told_once_and_again_when_it_hangs_again(
-    hanging: Hanging, caplog: pytest.LogCaptureFixture
+    hanging: Hanging, clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     statuses: list[int] = []
     with serve(hanging, CONFIG) as live:
         for times in (1, 2):
+            clock.now += 1
             time.sleep(0.4)  # idle is not stalled
             assert (health(live), len(stalls(caplog))) == (200, times - 1)
             thread = ask(live, statuses)
-            wait_for(lambda: health(live) == 503)
+            stall(live, clock)
             assert "no step has completed" in live.get("/health").json()["error"]["message"]
             wait_for(lambda times=times: len(stalls(caplog)) == times)  # type: ignore[misc]
             time.sleep(0.4)
@@ -75,13 +93,18 @@ def test_a_step_that_hangs_is_told_once_and_again_when_it_hangs_again(
             hanging.gate.set()
             thread.join()
             wait_for(lambda: health(live) == 200)
-            wait_for(lambda: "the engine moves again" in caplog.text)
+            wait_for(lambda times=times: caplog.text.count("the engine moves again") == times)  # type: ignore[misc]
             hanging.gate.clear()
     assert statuses == [200, 200]
 
 
-def test_slow_steps_that_complete_are_no_stall(caplog: pytest.LogCaptureFixture) -> None:
-    with serve(FakeEngine(step_seconds=0.1), CONFIG) as live:
+def test_slow_steps_that_complete_are_no_stall(clock: VirtualClock, caplog: pytest.LogCaptureFixture) -> None:
+    class Slow(FakeEngine):
+        def step(self) -> list[StreamEvent]:
+            clock.now += 0.15
+            return super().step()
+
+    with serve(Slow(step_seconds=0.05), CONFIG) as live:
         thread = ask(live, [], max_tokens=8)
         while thread.is_alive():
             assert health(live) == 200
@@ -98,6 +121,7 @@ def test_without_a_watchdog_nothing_is_said(hanging: Hanging, caplog: pytest.Log
 
 
 def test_a_folder_that_never_answers_is_a_stall_though_steps_return(
+    clock: VirtualClock,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench(num_pages=60, max_batch_size=2, max_step_tokens=16)
@@ -106,7 +130,7 @@ def test_a_folder_that_never_answers_is_a_stall_though_steps_return(
     statuses: list[int] = []
     with serve(engine, CONFIG) as live:
         thread = ask(live, statuses, model="slow")
-        wait_for(lambda: health(live) == 503)
+        stall(live, clock)
         wait_for(lambda: len(stalls(caplog)) == 1)
         (told,) = stalls(caplog)
         assert "1 requests have not ended: cmpl-" in told
@@ -117,14 +141,15 @@ def test_a_folder_that_never_answers_is_a_stall_though_steps_return(
 
 
 def test_of_a_step_that_hangs_its_size_and_requests_are_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = simulated_engine(num_pages=60, max_batch_size=2, max_step_tokens=16)
     launch, gate = engine._runner.launch, threading.Event()
-    monkeypatch.setattr(engine._runner, "launch", lambda plan: gate.wait(20) and launch(plan))
+    monkeypatch.setattr(engine._runner, "launch", lambda plan: gate.wait(120) and launch(plan))
     statuses: list[int] = []
     with serve(engine, CONFIG) as live:
         thread = ask(live, statuses, prompt=[[1, 2, 3]] * 9)
+        stall(live, clock)
         wait_for(lambda: len(stalls(caplog)) == 1)
         (told,) = stalls(caplog)
         gate.set()

@@ -97,14 +97,17 @@ class EngineLike(Protocol):
 
 
 class Observer(Protocol):
-    """Told of latencies; `step` on the engine thread, the others on the event loop. Times in seconds.
+    """Told of latencies; `step` and `published` on the engine thread, the others on the event loop. Times in
+    seconds.
 
-    `step` is told of calls of `Engine.step` that launched work, not of those that wait for an adapter.
+    `step` is told of calls of `Engine.step` that launched work, not of those that wait for an adapter;
+    `published` of each snapshot that becomes `latest_stats`, with all steps up to it told.
     `finished` is told at once of a client that leaves; `ended` and `answered` when the engine has let go of
     the sequence and of the last one of its request, and not where the engine died.
     """
 
     def step(self, seconds: float, num_tokens: int) -> None: ...
+    def published(self, stats: EngineStats) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
     def ended(self, sequence: SequenceMetrics, submitted: float) -> None: ...
@@ -114,6 +117,7 @@ class Observer(Protocol):
 
 class _NullObserver:
     def step(self, seconds: float, num_tokens: int) -> None: ...
+    def published(self, stats: EngineStats) -> None: ...
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None: ...
     def finished(self, reason: str, latency: float) -> None: ...
     def ended(self, sequence: SequenceMetrics, submitted: float) -> None: ...
@@ -513,6 +517,7 @@ class AsyncEngine:
 
     def _publish(self) -> None:
         self.latest_stats = self._engine.stats()
+        self.observer.published(self.latest_stats)
         self._stats_time = time.monotonic()
 
 

@@ -1,16 +1,19 @@
 """Prometheus metrics in vLLM's names, so that its dashboards and Kubernetes' inference gateway work
 unchanged.
 
-Counters and gauges are read from the engine's latest snapshot at scrape time (nothing is counted twice, and a
-scrape never waits for a step); latencies and refusals are observed as they happen. Names that start with
-`slora:` are ours. docs/metrics.md says what each one tells.
+What the engine's thread counts, histograms of steps included, is read from its latest snapshot (nothing is
+counted twice, and a scrape never waits for a step); latencies and refusals are observed as they happen, on
+the event loop, which renders the page. Names that start with `slora:` are ours. docs/metrics.md says what
+each one tells.
 """
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,8 +22,14 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from slora_jax.outputs import EngineStats, SequenceMetrics
 from slora_jax.request import DEFAULT_TENANT
@@ -77,6 +86,46 @@ _MAX_TENANTS = 256  # with labels of their own, beside those that the configurat
 _OTHER_TENANTS = "(other)"
 
 
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """A histogram at one moment: how many values are up to each bound and above the one before; their sum."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]  # one more than bounds: the last are above all of them
+    sum: float
+
+    def metric(self, name: str, text: str, model_name: str) -> Metric:
+        """As Prometheus has it: each bucket holds those below it, too."""
+        bounds = [*map(floatToGoString, self.bounds), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(self.counts), strict=True))
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([model_name], buckets, self.sum)
+        return family
+
+
+class _Tally:
+    """A histogram of one thread, which hands out what others may read. Counting takes no lock."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def now(self) -> Distribution:
+        return Distribution(self._bounds, tuple(self._counts), self._sum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What the engine's thread has counted, all between the same two steps."""
+
+    stats: EngineStats
+    step_seconds: Distribution
+    step_tokens: Distribution
+
+
 class ServerMetrics:
     """The `Observer` of an AsyncEngine, and the registry that `/metrics` shows. One an application.
 
@@ -97,12 +146,7 @@ class ServerMetrics:
         self._latency = self._histogram(
             "vllm:e2e_request_latency_seconds", "Time of a sequence", _REQUEST_BUCKETS
         )
-        self._step = self._histogram(
-            "slora:engine_step_seconds", "Host time of an engine step", _STEP_BUCKETS
-        )
-        self._step_tokens = self._histogram(
-            "vllm:iteration_tokens_total", "Tokens computed in an engine step", _STEP_TOKEN_BUCKETS
-        )
+        self._step_seconds, self._step_tokens = _Tally(_STEP_BUCKETS), _Tally(_STEP_TOKEN_BUCKETS)
         self._phases = {
             phase: self._histogram(f"vllm:request_{phase}_time_seconds", text, _REQUEST_BUCKETS)
             for phase, text in _PHASES.items()
@@ -152,12 +196,17 @@ class ServerMetrics:
         for tenant in self._tenants:
             for reason in _REFUSALS:
                 self._refused.labels(self._model_name, tenant, reason)
-        self.registry.register(_EngineCollector(self._model_name, engine))
+        self.published(engine.latest_stats)
+        self.registry.register(_EngineCollector(self._model_name, engine, lambda: self._snapshot))
 
     def step(self, seconds: float, num_tokens: int) -> None:
         """One engine step took so long, and computes so many tokens."""
-        self._step.observe(seconds)
-        self._step_tokens.observe(num_tokens)
+        self._step_seconds.add(seconds)
+        self._step_tokens.add(num_tokens)
+
+    def published(self, stats: EngineStats) -> None:
+        """The engine's statistics now: a scrape shows them, and the steps up to here, until the next ones."""
+        self._snapshot = Snapshot(stats, self._step_seconds.now(), self._step_tokens.now())
 
     def tokens(self, num_tokens: int, since_previous: float, first: bool) -> None:
         """A sequence got `num_tokens` tokens, its first after its submission or others after the previous."""
@@ -217,12 +266,19 @@ def _lengths(longest: int) -> Iterator[int]:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, model_name: str, engine: AsyncEngine) -> None:
+    def __init__(self, model_name: str, engine: AsyncEngine, latest: Callable[[], Snapshot]) -> None:
         self._model_name = model_name
         self._engine = engine
+        self._latest = latest
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._engine.latest_stats
+        snapshot = self._latest()  # once: the engine's thread replaces it at any moment
+        stats = snapshot.stats
+        for name, text, values in (
+            ("slora:engine_step_seconds", "Host time of an engine step", snapshot.step_seconds),
+            ("vllm:iteration_tokens_total", "Tokens computed in an engine step", snapshot.step_tokens),
+        ):
+            yield values.metric(name, text, self._model_name)
         yield from self._gauges(stats)
         yield from self._counters(stats)
         yield from self._pool(stats)

@@ -21,7 +21,7 @@ _MODULES = (  # that read the time of an engine's requests and steps; asyncio ke
 
 
 class VirtualClock:
-    """In place of the module `time` where engine and bridge use it; `now`, in seconds, is the test's to move."""
+    """In place of the module `time` where engine and bridge use it; `now`, in seconds, is the test's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, modules: Sequence[str] = _MODULES) -> None:
         self.now = 0.0

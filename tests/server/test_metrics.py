@@ -84,6 +84,7 @@ class PacedBridge:
 
         async def main() -> None:
             bridge = AsyncEngine(engine, metrics)
+            metrics.watch(bridge)
             bridge.start()
             try:
                 async with asyncio.timeout(120):
@@ -172,6 +173,52 @@ def test_the_seconds_of_steps_are_of_steps_that_were_launched() -> None:
         page = live.get("/metrics").text
     found = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
     assert found["slora:engine_step_seconds_count"] == found["slora:engine_steps_total"] == 3
+
+
+def test_one_scrape_is_of_one_moment_though_steps_end_meanwhile() -> None:
+    metrics, stats = watching(FakeEngine()), FakeEngine().stats()
+    found: dict[str, float] = {}
+    for steps, family in enumerate(metrics.registry.collect(), 1):  # the scrape is held up at each family
+        found |= {sample.name: sample.value for sample in family.samples}
+        metrics.step(0.5, 7)
+        metrics.published(dataclasses.replace(stats, steps=steps, output_tokens=7 * steps))
+    then = found["slora:engine_steps_total"]
+    assert 0 < then < steps - 20, "after the families of the event loop, before those of the engine"
+    assert [found[f"slora:engine_step_seconds_{of}"] for of in ("count", "sum")] == [then, 0.5 * then]
+    assert [found[f"vllm:iteration_tokens_total_{of}"] for of in ("count", "sum")] == [then, 7 * then]
+    assert found["vllm:generation_tokens_total"] == 7 * then
+    samples = [s for f in families(metrics) for s in f.samples if s.name.startswith("slora:engine_step")]
+    assert {s.value for s in samples if s.name.endswith(("_total", "_count"))} == {steps}
+    below = {s.labels["le"]: s.value for s in samples if s.name.endswith("_bucket")}
+    assert [below[bound] for bound in ("0.3", "0.6", "60.0", "+Inf")] == [0, steps, steps, steps]
+
+
+def test_scrapes_of_a_server_under_load_count_as_many_steps_everywhere() -> None:
+    engine = FakeEngine(step_seconds=0.001, max_model_len=10**6)
+    with serve(engine) as live:
+        body = {"prompt": [1], "max_tokens": None, "ignore_eos": True}
+        asking = threading.Thread(target=live.post, args=("/v1/completions", body))  # until the server ends
+        asking.start()
+        seen: set[float] = set()
+        while len(seen) < 5:
+            page = text_string_to_metric_families(live.get("/metrics").text)
+            found = {s.name: s.value for family in page for s in family.samples}
+            steps = found["slora:engine_steps_total"]
+            assert found["slora:engine_step_seconds_count"] == steps
+            assert found["vllm:iteration_tokens_total_count"] == steps
+            seen.add(steps)
+    asking.join()
+
+
+def test_a_value_on_a_bound_is_in_the_bucket_of_that_bound() -> None:
+    metrics = watching(FakeEngine())
+    for num_tokens in (0, 1, 2, 8, 16384, 16385):
+        metrics.step(0.0, num_tokens)
+    metrics.published(FakeEngine().stats())
+    (family,) = [f for f in families(metrics) if f.name == "vllm:iteration_tokens_total"]
+    assert family.type == "histogram"
+    below = {s.labels["le"]: s.value for s in family.samples if "le" in s.labels}
+    assert [below[bound] for bound in ("1.0", "8.0", "16.0", "16384.0", "+Inf")] == [2, 4, 4, 5, 6]
 
 
 def test_phases_of_a_request_that_waited_for_another_to_end(paced: PacedBridge) -> None:

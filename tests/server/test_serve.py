@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def start(drain_seconds: float, method: str = "pass") -> tuple[subprocess.Popen[
     raise AssertionError("the server did not start")
 
 
-def ask(url: str, body: dict[str, object]) -> tuple[threading.Thread, list[httpx.Response]]:
+def ask(url: str, body: Mapping[str, object]) -> tuple[threading.Thread, list[httpx.Response]]:
     """A thread that posts a completion, and its answer once there is one; returns when it runs."""
     answers: list[httpx.Response] = []
 

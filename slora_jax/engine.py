@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import jax
@@ -100,7 +100,7 @@ class Engine:
         self._loader = self._new_loader(size.num_pages)
         self._scheduler = self._new_scheduler()
         self._outbox = Outbox()
-        self._intake = self._new_intake()
+        self._intake = self._new_intake(size)
         self._in_flight: InFlight | None = None
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens", "prefilled_tokens", "output_tokens", "finished", "aborted", "failed"),
@@ -121,12 +121,15 @@ class Engine:
         *,
         tokenizer: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
+        before_weights: Callable[[Tokenizer | None, RequestLimits], None] | None = None,
     ) -> Engine:
         """Load a model (HF folder, GGUF file, Orbax checkpoint or Hub id) and its adapters.
 
         `adapters` maps names to PEFT folders. `tokenizer` is a folder or GGUF file where the model's own is
-        not wanted. `progress(phase, done, total)` is called while weights load and steps compile. Raises
-        CheckpointError, AdapterError or ValueError saying which file, field or limit is wrong.
+        not wanted. `progress(phase, done, total)` is called while weights load and steps compile.
+        `before_weights(tokenizer, limits)` is called before they are read, which may take minutes; `limits`
+        are at least those of the engine, and what it raises is raised here. Raises CheckpointError,
+        AdapterError or ValueError saying which file, field or limit is wrong.
         """
         config = EngineConfig() if config is None else config
         if not isinstance(config, EngineConfig):
@@ -139,8 +142,10 @@ class Engine:
         model_config = load_model_config(resolved)
         mesh = make_mesh(config.tensor_parallel_size)
         layout = PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)
-        check_before_loading(model_config, config, layout, mesh, adapters)
+        limits = check_before_loading(model_config, config, layout, mesh, adapters)
         own_tokenizer = _own_tokenizer(resolved) if tokenizer is None else load_tokenizer(tokenizer)
+        if before_weights is not None:
+            before_weights(own_tokenizer, limits)
         params = load_checkpoint(
             resolved, model_config, mesh, jnp.dtype(config.dtype), progress=progress, seed=config.seed
         )
@@ -449,16 +454,8 @@ class Engine:
         waiting = WaitingQueue(self.config, clock)
         return Scheduler(limits, self._reclaim, self._adapters, self._loader, self._prefixes, waiting, clock)
 
-    def _new_intake(self) -> RequestIntake:
+    def _new_intake(self, size: PoolSize) -> RequestIntake:
         vocab_size = self.model_config.vocab_size
-        limits = RequestLimits(
-            vocab_size=vocab_size,
-            max_model_len=self.max_model_len,
-            max_logprobs=self.config.max_logprobs,
-            page_tokens=self.config.page_tokens,
-            usable_pages=self._pool.usable_for("kv"),
-            unified_memory=self._pool.unified,
-        )
         requests, outbox = self._requests, self._outbox
 
         def is_taken(request_id: str) -> bool:  # knows no engine: one that is dropped is free at once
@@ -468,7 +465,7 @@ class Engine:
         eos = {*self.model_config.eos_token_ids}
         eos |= set() if self.tokenizer is None else {*self.tokenizer.eos_token_ids}
         return RequestIntake(
-            limits,
+            RequestLimits.of(self.model_config, self.config, size),
             self._adapters,
             self.tokenizer,
             frozenset(t for t in eos if 0 <= t < vocab_size),  # others cannot be sampled

@@ -12,7 +12,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from slora_jax.checks import as_kind, as_list
+from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.memory.sizing import PoolSize
 from slora_jax.outputs import RequestMetrics
 from slora_jax.request import (
     DEFAULT_TENANT,
@@ -40,6 +42,53 @@ class RequestLimits:
     page_tokens: int
     usable_pages: int  # by KV
     unified_memory: bool  # so adapters take from usable_pages
+
+    @classmethod
+    def of(cls, model_config: ModelConfig, config: EngineConfig, size: PoolSize) -> RequestLimits:
+        """Those of an engine whose pool has this size."""
+        return cls(
+            vocab_size=model_config.vocab_size,
+            max_model_len=size.max_model_len,
+            max_logprobs=config.max_logprobs,
+            page_tokens=config.page_tokens,
+            usable_pages=size.num_pages - 1 - (size.adapter_pages or 0),
+            unified_memory=size.adapter_pages is None,
+        )
+
+    def check_prompt(self, tokens: Seq[int]) -> None:
+        """Raise ValueError for a prompt that leaves no room for output, or has no token."""
+        if not tokens:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        if len(tokens) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens; with at least one token of output the limit is "
+                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
+            )
+
+    def check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        """Raise ValueError naming the parameter that asks for more than the model or its engine has."""
+        for field, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            bad = [t for t in ids if not 0 <= t < self.vocab_size]
+            if bad:
+                raise ValueError(
+                    f"{field} names token {bad[0]}; token ids are integers in [0, {self.vocab_size})"
+                )
+        if params.stop and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        if (params.logprobs or 0) > self.max_logprobs:
+            raise ValueError(
+                f"logprobs {params.logprobs} is above the engine's max_logprobs {self.max_logprobs}: lower "
+                "the one or raise the other"
+            )
+
+
+def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """A prompt's tokens. Raises ValueError for ids outside the vocabulary, and for text that is none."""
+    if not isinstance(prompt, str):
+        return as_token_ids(prompt, vocab_size)
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer: give prompts as lists of token ids")
+    return tokenizer.encode(prompt)
 
 
 class RequestIntake:
@@ -111,8 +160,10 @@ class RequestIntake:
         adapter = None
         if asked.adapter_id is not None:
             adapter = self._adapters.get(as_kind("an adapter id", asked.adapter_id, str, " or None"))
-        tokens = self._tokens(asked.prompt)
-        self._check(tokens, params, adapter)
+        tokens = token_ids(asked.prompt, self._tokenizer, self._limits.vocab_size)
+        self._limits.check_prompt(tokens)
+        self._limits.check_params(params, self._tokenizer)
+        self._check_room(max(self._length(tokens, params, adapter), len(tokens) + 1), adapter)
         request = Request(
             request_id=asked.request_id,
             prompt=asked.prompt if isinstance(asked.prompt, str) else None,
@@ -140,13 +191,6 @@ class RequestIntake:
             for i in range(params.n)
         ]
         return request
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return as_token_ids(prompt, self._limits.vocab_size)
-        if self._tokenizer is None:
-            raise ValueError("this model has no tokenizer: give prompts as lists of token ids")
-        return self._tokenizer.encode(prompt)
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
@@ -176,29 +220,6 @@ class RequestIntake:
         if not self._limits.unified_memory:
             return 0, 0
         return 0 if adapter is None else adapter.num_pages, self._adapters.pinned_pages(beside=adapter)
-
-    def _check(self, tokens: list[int], params: SamplingParams, adapter: Adapter | None) -> None:
-        limits = self._limits
-        if not tokens:
-            raise ValueError("the prompt is empty; it must have at least one token")
-        if len(tokens) >= limits.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens; with at least one token of output the limit is "
-                f"{limits.max_model_len - 1} (max_model_len {limits.max_model_len})"
-            )
-        for field, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            bad = [t for t in ids if not 0 <= t < limits.vocab_size]
-            if bad:
-                raise ValueError(
-                    f"{field} names token {bad[0]}; token ids are integers in [0, {limits.vocab_size})"
-                )
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if (params.logprobs or 0) > limits.max_logprobs:
-            raise ValueError(
-                f"logprobs {params.logprobs} is above the engine's max_logprobs {limits.max_logprobs}"
-            )
-        self._check_room(max(self._length(tokens, params, adapter), len(tokens) + 1), adapter)
 
     def check_room(self, request: Request) -> None:
         """Raise ValueError where a request that was checked has no room any more, as others were pinned."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.errors import UnknownAdapterError, some_of
+from slora_jax.intake import RequestLimits
 from slora_jax.lora.peft import promised_ranks
 from slora_jax.lora.peft_folder import adapter_folder
 from slora_jax.memory.layout import PageLayout
@@ -34,15 +35,16 @@ def check_before_loading(
     layout: PageLayout,
     mesh: Mesh,
     adapters: Mapping[str, str | os.PathLike[str]],
-) -> None:
-    """Raise what the engine's parts would raise beside the weights, as far as it shows without them.
+) -> RequestLimits:
+    """What requests may ask at most. Raises what the engine's parts would raise beside the weights, as far as
+    it shows without them.
 
     The pool is never larger than it would be now: what does not fit now, would not then. Of adapters only
     configs are read; with `lazy_adapters`, of which there may be very many, their folders must exist.
     """
     Rope.from_config(model_config)
     gc.collect()  # memory of an engine that was dropped is free
-    size_pool(model_config, config, layout, mesh)
+    size = size_pool(model_config, config, layout, mesh)
     if config.kernel_backend != "auto":  # that refuses nothing, and says in the log what it takes
         choose_backend(model_config, config, mesh, layout)
     for path in adapters.values():
@@ -50,3 +52,4 @@ def check_before_loading(
             adapter_folder(path)
         else:
             promised_ranks(path, model_config, max_rank=config.max_lora_rank)
+    return RequestLimits.of(model_config, config, size)

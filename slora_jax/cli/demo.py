@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         ranks = {info.name: info.rank for info in engine.adapters()}
         rows = [Row(name, question, ranks.get(name or "")) for question in questions for name in names]
         with reading_input():
-            prompts = [chat_prompt(engine, row.prompt) for row in rows]
+            prompts = [chat_prompt(engine.tokenizer, row.prompt) for row in rows]
         batch = (prompts, [row.adapter for row in rows], [params] * len(rows))
         _compile(engine, batch, progress)
     tally = _Tally(engine.stats(), engine.num_compilations)

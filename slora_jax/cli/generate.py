@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,12 +24,13 @@ from slora_jax.cli.flags import (
 )
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
-from slora_jax.errors import LimitExceededError
+from slora_jax.errors import LimitExceededError, some_of
 from slora_jax.outputs import FinishReason, StreamEvent, TokenLogprobs
 from slora_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from slora_jax.engine import Engine
+    from slora_jax.intake import RequestLimits
+    from slora_jax.text import Tokenizer
 
 _EXAMPLES = """examples:
   slora-jax generate ./Llama-3.2-1B-Instruct --chat --prompt "What is a mesh?" --stream
@@ -39,14 +41,17 @@ A file for --prompts has one JSON object a line: {"prompt": "Hello!", "adapter_i
 prompt may also be a list of token ids and adapter_id may be left out (the plain base)."""
 
 Prompt = str | list[int]
+_FIELDS = ("prompt", "adapter_id")  # of a line of --prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A prompt and the adapter that answers it (None: the plain base)."""
+    """A prompt and the adapter that answers it (None: the plain base), and where the user wrote each."""
 
     prompt: Prompt
-    adapter_id: str | None = None
+    adapter_id: str | None
+    prompt_place: str
+    adapter_place: str
 
 
 def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -67,7 +72,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         "--prompt",
         dest="questions",
         action="append",
-        type=Question,
+        type=_plain,
         metavar="TEXT",
         help="for the plain base",
     )
@@ -130,12 +135,18 @@ def model_adapters(args: argparse.Namespace) -> dict[str, str]:
     return adapters
 
 
+def _plain(text: str) -> Question:
+    place = f"--prompt {reprlib.repr(text)}"
+    return Question(text, None, place, place)
+
+
 class _PromptFor(argparse.Action):
     """Appends `NAME TEXT` to the questions."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         name, text = values
-        _append(namespace, self.dest, [Question(text, name)])
+        place = f"--prompt-for {name} {reprlib.repr(text)}"
+        _append(namespace, self.dest, [Question(text, name, place, place)])
 
 
 class _PromptsFile(argparse.Action):
@@ -144,27 +155,45 @@ class _PromptsFile(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         try:
             text = sys.stdin.read() if values == "-" else Path(values).read_text("utf-8")
-            _append(namespace, self.dest, [_question(line) for line in text.splitlines() if line.strip()])
-        except (OSError, ValueError) as error:
+            # Not splitlines: it also ends lines at U+2028 and its like, which a JSON string may hold.
+            lines = [(f"{values}, line {n}", line) for n, line in enumerate(text.split("\n"), 1)]
+            questions = [_question(place, line) for place, line in lines if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
             parser.error(f"--prompts {values}: {error}")
+        except ValueError as error:
+            parser.error(f"--prompts {error}")
+        _append(namespace, self.dest, questions)
 
 
 def _append(namespace: argparse.Namespace, dest: str, questions: list[Question]) -> None:
     setattr(namespace, dest, [*(getattr(namespace, dest) or ()), *questions])
 
 
-def _question(line: str) -> Question:
+def _question(place: str, line: str) -> Question:
+    """A line of JSON as a question. Raises ValueError naming its place and the field."""
     try:
         item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not a line of JSON ({error}): {line[:60]}") from None
-    if not isinstance(item, dict) or "prompt" not in item or item.keys() - {"prompt", "adapter_id"}:
-        raise ValueError(f'expected {{"prompt": ..., "adapter_id": ...}}, got {line[:60]}')
-    prompt = item["prompt"]
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"{place}: not a line of JSON ({reason}): {line[:60]}") from None
+    if not isinstance(item, dict):
+        raise ValueError(f'{place}: expected {{"prompt": ..., "adapter_id": ...}}, got {line[:60]}')
+    if unknown := [name for name in item if name not in _FIELDS]:
+        flags = [name for name in unknown if name in SamplingParams.__dataclass_fields__]
+        fix = f"; --{flags[0].replace('_', '-')} sets it for all prompts" if flags else ""
+        raise ValueError(
+            f"{place}: field {(flags or unknown)[0]!r} is none of {', '.join(_FIELDS)}{fix}: {line[:60]}"
+        )
+    if "prompt" not in item:
+        raise ValueError(f"{place}: field 'prompt' is missing: {line[:60]}")
+    prompt, adapter_id = item["prompt"], item.get("adapter_id")
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    prompt_place, adapter_place = (f"{place}, field '{field}'" for field in _FIELDS)
     if not (isinstance(prompt, str) or is_ids):
-        raise ValueError(f"a prompt is a string or a list of token ids, got {line[:60]}")
-    return Question(prompt, item.get("adapter_id"))
+        raise ValueError(f"{prompt_place}: a prompt is a string or a list of token ids, got {line[:60]}")
+    if not isinstance(adapter_id, str | None):
+        raise ValueError(f"{adapter_place}: the name of an adapter is a string or null, got {line[:60]}")
+    return Question(prompt, adapter_id, prompt_place, adapter_place)
 
 
 @dataclasses.dataclass
@@ -196,19 +225,24 @@ def run(args: argparse.Namespace) -> int:
     with reading_input():
         questions, adapters = _questions(args)
         params, config = from_flags(SamplingParams, args, SAMPLING_SKIP), from_flags(EngineConfig, args)
-        if (params.logprobs or 0) > config.max_logprobs:
-            raise ValueError(
-                f"logprobs {params.logprobs} is above max_logprobs {config.max_logprobs}: lower the one or "
-                "raise the other"
-            )
 
     from slora_jax.engine import Engine
 
+    prompts: list[list[int]] = []
+
+    def read_prompts(tokenizer: Tokenizer | None, limits: RequestLimits) -> None:
+        limits.check_params(params, tokenizer)
+        prompts.extend(_token_ids(q, tokenizer, limits, chat=args.chat) for q in questions)
+
     with LoadProgress(Console(stderr=True)) as progress, reading_input():
         engine = Engine.from_pretrained(
-            args.model, adapters, config, tokenizer=args.tokenizer, progress=progress
+            args.model,
+            adapters,
+            config,
+            tokenizer=args.tokenizer,
+            progress=progress,
+            before_weights=read_prompts,
         )
-        prompts = [chat_prompt(engine, q.prompt) if args.chat else q.prompt for q in questions]
         events = engine.stream(prompts, [q.adapter_id for q in questions], params)
     answers = [
         _Answer(i, k, q.prompt, q.adapter_id) for i, q in enumerate(questions) for k in range(params.n)
@@ -222,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _questions(args: argparse.Namespace) -> tuple[list[Question], dict[str, str]]:
-    """The prompts and the adapters by name; raises ValueError where a prompt names another."""
+    """The prompts and the adapters by name; raises ValueError where a prompt names another one."""
     questions: list[Question] = args.questions or []
     if not questions:
         raise ValueError("give at least one --prompt, --prompt-for or --prompts")
@@ -230,18 +264,36 @@ def _questions(args: argparse.Namespace) -> tuple[list[Question], dict[str, str]
     for question in questions:
         if question.adapter_id not in (None, *adapters):
             name = question.adapter_id
-            raise ValueError(f"a prompt names the adapter '{name}'; add --adapter {name}=PATH")
+            raise ValueError(
+                f"{question.adapter_place}: '{name}' is not among the adapters given "
+                f"({some_of(adapters)}); add --adapter {name}=PATH"
+            )
     return questions, adapters
 
 
-def chat_prompt(engine: Engine, prompt: Prompt) -> Prompt:
+def _token_ids(
+    question: Question, tokenizer: Tokenizer | None, limits: RequestLimits, *, chat: bool
+) -> list[int]:
+    """The prompt's tokens; raises ValueError naming its place where an engine of these limits refuses it."""
+    from slora_jax.intake import token_ids
+
+    try:
+        prompt = chat_prompt(tokenizer, question.prompt) if chat else question.prompt
+        tokens = token_ids(prompt, tokenizer, limits.vocab_size)
+        limits.check_prompt(tokens)
+    except ValueError as error:
+        raise ValueError(f"{question.prompt_place}: {error}") from error
+    return tokens
+
+
+def chat_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Prompt:
     """The prompt as the user's turn of a chat; token ids are left as they are."""
     if not isinstance(prompt, str):
         return prompt
-    if engine.tokenizer is None:
+    if tokenizer is None:
         raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
-    text = engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    return engine.tokenizer.encode(text, add_special_tokens=False)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _by_place(answers: list[_Answer]) -> dict[tuple[int, int], _Answer]:

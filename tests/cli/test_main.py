@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,8 @@ import slora_jax
 from slora_jax.cli import demo, smollm2
 from slora_jax.cli.errors import InputError
 from slora_jax.cli.main import main
-from slora_jax.config import ModelConfig
+from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.engine import Engine
 from slora_jax.lora import read_adapter
 from slora_jax.runner import ModelRunner
 from slora_jax.scheduling.scheduler import StepPlan
@@ -315,7 +318,17 @@ def test_a_mistake_is_told_in_one_line(
         ("serve MODEL --num-pages 100000000000", "lower num_pages"),
         ("serve MODEL --pool-bytes 100", "raise pool_bytes"),
         ("serve MODEL --no-unified-memory --adapter-slots 9 --num-pages 64", "lower adapter_slots"),
-        ("generate MODEL --prompt x --logprobs 30", "logprobs 30 is above max_logprobs 20"),
+        ("generate MODEL --prompt x --logprobs 30", "logprobs 30 is above the engine's max_logprobs 20"),
+        ("generate MODEL --prompt x --temperature warm", "--temperature: invalid float value: 'warm'"),
+        ("generate MODEL --prompt x --stop-token-ids 9999", "stop_token_ids names token 9999"),
+        ("generate MODEL --prompt x --logit-bias 9999=1", "logit_bias names token 9999"),
+        ("generate MODEL --prompt x --stop x", "stop strings need a tokenizer, and this model has none"),
+        ("generate MODEL --prompt x", "--prompt 'x': this model has no tokenizer"),
+        ("generate MODEL --prompt x --chat", "--prompt 'x': a chat needs a tokenizer"),
+        (
+            "generate MODEL --prompt-for typo x",
+            "--prompt-for typo 'x': 'typo' is not among the adapters given",
+        ),
         ("generate MODEL --prompts PROMPTS", "a prompt is a string or a list of token ids"),
     ],
 )
@@ -341,16 +354,99 @@ def test_a_mistake_is_told_before_weights_are_read(
 
 
 @pytest.mark.parametrize(
-    "line", ["not json", '["list"]', '{"text": "x"}', '{"prompt": "x", "adapter": "typo of adapter_id"}']
+    ("line", "message"),
+    [
+        ("not json", "not a line of JSON (Expecting value, column 1): not json"),
+        ('{"prompt": "x"', "not a line of JSON (Expecting ',' delimiter, column 15)"),
+        ("[" * 100_000, "not a line of JSON ("),
+        ('{"prompt": [' + "9" * 5000 + "]}", "not a line of JSON ("),
+        ('["list"]', 'expected {"prompt": ..., "adapter_id": ...}, got ["list"]'),
+        ('{"text": "x"}', "field 'text' is none of prompt, adapter_id"),
+        ('{"prompt": "x", "adapter": "q"}', "field 'adapter' is none of prompt, adapter_id"),
+        (
+            '{"prompt": "x", "max_tokens": "4"}',
+            "field 'max_tokens' is none of .* --max-tokens sets it for all",
+        ),
+        ('{"adapter_id": "q"}', "field 'prompt' is missing"),
+        ('{"prompt": null}', "field 'prompt': a prompt is a string or a list of token ids"),
+        ('{"prompt": [1, true]}', "field 'prompt': a prompt is a string or a list of token ids"),
+        ('{"prompt": [1, 2.0]}', "field 'prompt': a prompt is a string or a list of token ids"),
+        (
+            '{"prompt": "x", "adapter_id": 5}',
+            "field 'adapter_id': the name of an adapter is a string or null",
+        ),
+        ('{"prompt": "x", "adapter_id": ["q"]}', "field 'adapter_id': the name of an adapter is a string or"),
+        (
+            '{"prompt": "x", "adapter_id": "typo"}',
+            "field 'adapter_id': 'typo' is not .* given (q); add --adapter",
+        ),
+        ('{"prompt": "x", "adapter_id": ""}', "field 'adapter_id': '' is not among the adapters given (q)"),
+        ('{"prompt": ""}', "field 'prompt': the prompt is empty"),
+        ('{"prompt": []}', "field 'prompt': the prompt is empty"),
+        ('{"prompt": [1, 9999]}', "field 'prompt': prompt token 1 is 9999; token ids are integers in [0, "),
+        ('{"prompt": [-1]}', "field 'prompt': prompt token 0 is -1; token ids are integers in [0, "),
+        (
+            '{"prompt": [' + "1, " * 19 + "1]}",
+            "field 'prompt': the prompt has 20 tokens; .* (max_model_len 20)",
+        ),
+        ('{"prompt": "' + "x" * 20 + '"}', "field 'prompt': the prompt has 20 tokens; .* (max_model_len 20)"),
+        ('{"prompt": "\\ud800"}', "field 'prompt': text must be a string of valid Unicode"),
+    ],
+    ids=lambda value: value[:30],
 )
-def test_a_malformed_line_of_prompts_is_shown(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_a_wrong_line_of_prompts_is_told_with_its_place_before_weights_are_read(
+    source: str,
+    line: str,
+    message: str,
+    talking_model: Path,
+    adapters: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("slora_jax.engine.load_checkpoint", lambda *_, **__: pytest.fail("weights are read"))
+    text = '{"prompt": "fine", "adapter_id": "q"}\n\n{"prompt": "a\u2028line"}\n' + line
     path = tmp_path / "prompts.jsonl"
-    path.write_text(line)
-    code, _, err = _run("generate", "model", "--prompts", str(path), capsys=capsys)
-    assert code == 2
-    assert line in err
+    path.write_text(text)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    given = str(path) if source == "file" else "-"
+    command = ["generate", str(talking_model), "--adapter", f"q={adapters / 'attention'}", "--prompts", given]
+    code, out, err = _run(*command, *ENGINE, "--max-model-len", "20", capsys=capsys)
+    assert (code, out, "Traceback" in err) == (2, "", False)
+    pattern = re.escape(f"{given}, line 4") + "(: |, )" + re.escape(message).replace(r"\.\*", ".*")
+    assert re.search(pattern, err.splitlines()[-1]), err
+
+
+def test_a_prompts_line_may_hold_what_unicode_calls_a_line_break(
+    talking_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["a\u2028b", "a\x85b\u2029", "plain"]
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes("\r\n".join(json.dumps({"prompt": p}, ensure_ascii=False) for p in prompts).encode())
+    command = ["generate", str(talking_model), "--prompts", str(path), "--max-tokens", "1", "--json"]
+    code, out, _ = _run(*command, *ENGINE, capsys=capsys)
+    assert (code, [json.loads(line)["prompt"] for line in out.split("\n")[:-1]]) == (0, prompts)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"unified_memory": False, "adapter_slots": 2, "max_lora_rank": 8}],
+    ids=["unified", "slots"],
+)
+def test_what_is_known_before_weights_are_read_is_what_the_engine_goes_by(
+    fields: dict[str, Any], tiny_model_dir: Path
+) -> None:
+    told: list[object] = []
+    sizes: dict[str, Any] = {"max_batch_size": 2, "num_pages": 400, "max_model_len": 50}
+    config = EngineConfig(dtype="float32", load_format="dummy", **sizes, **fields)
+    engine = Engine.from_pretrained(
+        tiny_model_dir, config=config, before_weights=lambda *given: told.extend(given)
+    )
+    limits = engine._intake._limits
+    assert told == [engine.tokenizer, limits]
+    assert (limits.usable_pages, limits.max_model_len) == (engine._pool.usable_for("kv"), 50)
+    assert limits.unified_memory == engine._pool.unified
 
 
 def test_traceback_shows_where_an_error_arose(tiny_model_dir: Path) -> None:

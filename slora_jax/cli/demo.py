@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     with BatchScreen(console, rows) as screen:
         for event in engine.stream(*batch):
             screen.add(rows[event.prompt_index], event)
-            tally.add(event, engine.stats())
+            tally.add(event, engine.stats(), engine.num_compilations)
             screen.footer = tally.line()
     for line in tally.summary(engine):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compile(engine: Engine, batch: _Batch, progress: LoadProgress) -> None:
-    """Run a batch unseen until a run compiles nothing, so that the speed reported next is the engine's.
+    """Run a batch unseen until a run compiles nothing, so that the next one shows the engine's speed alone.
 
     The first run has other shapes than the next ones, as adapters come one after the other. No run finds the
     prompts of the one before in the prefix cache: what it would compute has other shapes, too.
@@ -124,20 +124,34 @@ def find_adapters(folder: Path | None = None) -> dict[str, Path]:
 
 
 class _Tally:
-    """What the demo reports at the end, gathered from events and from snapshots after each step."""
+    """What the demo reports at the end, gathered from events and from snapshots after each step.
+
+    `tokens` and `seconds`, and so the rate, leave out the steps beside which a shape was compiled (nothing
+    else runs meanwhile); `compiling_tokens` and `compiling_seconds` are those of these steps.
+    """
 
     def __init__(self, before: EngineStats, compilations: int) -> None:
         self.before, self.compilations_before = before, compilations
-        self.started = time.monotonic()
-        self.finished = self.started
-        self.tokens = 0
+        self.compilations, self.step = compilations, before.steps
+        self.finished = time.monotonic()
+        self.compiled = False  # the step whose events come
+        self.tokens = self.compiling_tokens = 0
+        self.seconds = self.compiling_seconds = 0.0
         self.first_token_seconds: list[float] = []
         self.running: dict[int, int] = {}  # step -> sequences in the batch
         self.peak: EngineStats | None = None  # the snapshot with most pages of KV
 
-    def add(self, event: StreamEvent, stats: EngineStats) -> None:
-        self.finished = time.monotonic()
-        self.tokens += len(event.token_ids)
+    def add(self, event: StreamEvent, stats: EngineStats, compilations: int) -> None:
+        before, self.finished = self.finished, time.monotonic()
+        if stats.steps != self.step:
+            self.compiled = compilations > self.compilations
+            self.step, self.compilations = stats.steps, compilations
+        if self.compiled:
+            self.compiling_tokens += len(event.token_ids)
+            self.compiling_seconds += self.finished - before
+        else:
+            self.tokens += len(event.token_ids)
+            self.seconds += self.finished - before
         self.running[stats.steps] = max(stats.num_running, self.running.get(stats.steps, 0))
         if self.peak is None or stats.pages_kv > self.peak.pages_kv:
             self.peak = stats
@@ -146,25 +160,30 @@ class _Tally:
 
     @property
     def rate(self) -> float:
-        return self.tokens / max(self.finished - self.started, 1e-9)
+        return self.tokens / max(self.seconds, 1e-9)
 
     def line(self) -> str:
         running = next(reversed(self.running.values()), 0)
-        return f"{self.tokens} tokens, {self.rate:.0f} tokens/s, {running} running"
+        return f"{self.tokens + self.compiling_tokens} tokens, {self.rate:.0f} tokens/s, {running} running"
 
     def summary(self, engine: Engine) -> Sequence[str]:
-        seconds = self.finished - self.started
         stats, peak = engine.stats(), self.peak or engine.stats()
         resident = [info for info in engine.adapters() if info.state == "resident"]
         names = max((len(info.name) for info in resident), default=0)
         first = self.first_token_seconds or [0.0]
         running = list(self.running.values()) or [0]
-        compiled = engine.num_compilations - self.compilations_before
-        note = f"{compiled} shapes compiled meanwhile" if compiled else "all compiled before"
+        note, included = "all compiled before", ""
+        if compiled := self.compilations - self.compilations_before:
+            note = (
+                f"without {self.compiling_tokens} tokens in {self.compiling_seconds:.1f} s of steps beside "
+                f"which {compiled} shapes were compiled"
+            )
+            included = ", compiling included"
         return [
             "",
-            f"speed     {self.tokens} tokens in {seconds:.1f} s: {self.rate:.0f} tokens/s ({note}); "
-            f"first token after {statistics.median(first):.2f} s (median), {max(first):.2f} s (last)",
+            f"speed     {self.tokens} tokens in {self.seconds:.1f} s: {self.rate:.0f} tokens/s ({note}); "
+            f"first token after {statistics.median(first):.2f} s (median), {max(first):.2f} s (last)"
+            f"{included}",
             f"batches   up to {max(running)} sequences a step, {statistics.mean(running):.1f} on average; "
             f"{stats.steps - self.before.steps} steps, "
             f"{stats.preemptions - self.before.preemptions} preemptions",

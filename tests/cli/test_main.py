@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ from slora_jax.cli.main import main
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.engine import Engine
 from slora_jax.lora import read_adapter
+from slora_jax.outputs import StreamEvent
 from slora_jax.runner import ModelRunner
 from slora_jax.scheduling.scheduler import StepPlan
 from tests.conftest import TINY_CONFIG
+from tests.engine.simulated_engine import simulated_engine
 from tests.lora.peft_files import write_peft_adapter
 from tests.text.builders import byte_level_backend, write_folder
 
@@ -252,6 +256,35 @@ def test_demo_answers_every_question_with_every_adapter(
     assert "up to 2 sequences a step" in summary["batches"]
     assert "63 pages of 16 tokens" in summary["pool"]
     assert "2 of 2 resident" in summary["adapters"]
+
+
+def test_the_demos_speed_leaves_out_the_steps_that_compiled(
+    talking_model: Path,
+    adapters: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("slora_jax.cli.demo._WARM_UPS", 0)
+    command = ["demo", "--model", str(talking_model), "--adapters-dir", str(adapters), *ENGINE]
+    code, out, _ = _run(*command, "--question", "Hi?", "--max-tokens", "4", capsys=capsys)
+    (speed,) = [line for line in out.splitlines() if line.startswith("speed")]
+    found = re.search(r"(\d+) tokens in .*\(without (\d+) tokens in ([\d.]+) s of steps beside which", speed)
+    assert found is not None
+    timed, compiling, seconds = found.groups()
+    assert (code, int(timed) + int(compiling)) == (0, 3 * 4)
+    assert float(seconds) > 0
+    assert "compiling included" in speed
+
+
+def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, times = simulated_engine(num_pages=60, max_batch_size=2).stats(), iter((0, 1, 1, 9, 9, 10, 11))
+    monkeypatch.setattr("slora_jax.cli.demo.time", types.SimpleNamespace(monotonic=lambda: next(times)))
+    tally = demo._Tally(stats, 5)
+    event = StreamEvent("a", 0, 0, None, "", (1,))
+    for step, compilations in ((1, 5), (1, 5), (2, 7), (2, 7), (3, 7), (4, 7)):
+        tally.add(event, dataclasses.replace(stats, steps=step), compilations)
+    assert (tally.tokens, tally.seconds, tally.rate) == (4, 3, 4 / 3)
+    assert (tally.compiling_tokens, tally.compiling_seconds) == (2, 8)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_what_is_no_name_is_a_bad_request_everywhere(
     as_json = json.dumps(name).encode() if isinstance(name, str) else b'"' + name + b'"'
     body = b'{"lora_name": %s, "lora_path": %s}' % (as_json, json.dumps(str(adapter_dir)).encode())
     headers = {"content-type": "application/json"}
-    response = httpx.post(server.url + path, content=body, headers=headers, trust_env=False)
+    response = httpx.post(server.url + path, content=body, headers=headers, timeout=60, trust_env=False)
     assert response.status_code == 400, response.text
     if isinstance(name, str):
         assert response.json()["error"]["param"] in ("lora_name", None)

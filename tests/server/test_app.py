@@ -115,7 +115,8 @@ def test_odd_bodies(
     small: LiveServer, content: bytes, headers: dict[str, str], status: int, words: str
 ) -> None:
     headers = {"content-type": "application/json", **headers}
-    response = httpx.post(f"{small.url}/v1/completions", content=content, headers=headers, trust_env=False)
+    url = f"{small.url}/v1/completions"
+    response = httpx.post(url, content=content, headers=headers, timeout=60, trust_env=False)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -133,7 +134,8 @@ def small() -> Iterator[LiveServer]:
 def test_a_body_without_a_declared_length_is_limited_too(small: LiveServer) -> None:
     headers = {"content-type": "application/json"}
     chunks = (b" " * 1000 for _ in range(10))
-    response = httpx.post(f"{small.url}/v1/completions", content=chunks, headers=headers, trust_env=False)
+    url = f"{small.url}/v1/completions"
+    response = httpx.post(url, content=chunks, headers=headers, timeout=60, trust_env=False)
     assert response.status_code == 413
 
 

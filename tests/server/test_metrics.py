@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -196,18 +197,16 @@ def test_one_scrape_is_of_one_moment_though_steps_end_meanwhile() -> None:
 def test_scrapes_of_a_server_under_load_count_as_many_steps_everywhere() -> None:
     engine = FakeEngine(step_seconds=0.001, max_model_len=10**6)
     with serve(engine) as live:
-        body = {"prompt": [1], "max_tokens": None, "ignore_eos": True}
-        asking = threading.Thread(target=live.post, args=("/v1/completions", body))  # until the server ends
-        asking.start()
-        seen: set[float] = set()
-        while len(seen) < 5:
-            page = text_string_to_metric_families(live.get("/metrics").text)
-            found = {s.name: s.value for family in page for s in family.samples}
-            steps = found["slora:engine_steps_total"]
-            assert found["slora:engine_step_seconds_count"] == steps
-            assert found["vllm:iteration_tokens_total_count"] == steps
-            seen.add(steps)
-    asking.join()
+        body = {"prompt": [1], "max_tokens": None, "ignore_eos": True, "stream": True}  # until it is closed
+        url, seen = f"{live.url}/v1/completions", set[float]()
+        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False):
+            while len(seen) < 5:
+                page = text_string_to_metric_families(live.get("/metrics").text)
+                found = {s.name: s.value for family in page for s in family.samples}
+                steps = found["slora:engine_steps_total"]
+                assert found["slora:engine_step_seconds_count"] == steps
+                assert found["vllm:iteration_tokens_total_count"] == steps
+                seen.add(steps)
 
 
 def test_a_value_on_a_bound_is_in_the_bucket_of_that_bound() -> None:

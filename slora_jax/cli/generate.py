@@ -156,7 +156,8 @@ class _PromptsFile(argparse.Action):
         try:
             text = sys.stdin.read() if values == "-" else Path(values).read_text("utf-8")
             # Not splitlines: it also ends lines at U+2028 and its like, which a JSON string may hold.
-            lines = [(f"{values}, line {n}", line) for n, line in enumerate(text.split("\n"), 1)]
+            file = "stdin" if values == "-" else values
+            lines = [(f"{file}, line {n}", line) for n, line in enumerate(text.split("\n"), 1)]
             questions = [_question(place, line) for place, line in lines if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             parser.error(f"--prompts {values}: {error}")

@@ -447,7 +447,11 @@ def test_a_wrong_line_of_prompts_is_told_with_its_place_before_weights_are_read(
     command = ["generate", str(talking_model), "--adapter", f"q={adapters / 'attention'}", "--prompts", given]
     code, out, err = _run(*command, *ENGINE, "--max-model-len", "20", capsys=capsys)
     assert (code, out, "Traceback" in err) == (2, "", False)
-    pattern = re.escape(f"{given}, line 4") + "(: |, )" + re.escape(message).replace(r"\.\*", ".*")
+    pattern = (
+        re.escape(f"{path if source == 'file' else source}, line 4")
+        + "(: |, )"
+        + re.escape(message).replace(r"\.\*", ".*")
+    )
     assert re.search(pattern, err.splitlines()[-1]), err
 
 

@@ -28,6 +28,7 @@ from slora_jax.errors import some_of
 from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
+from slora_jax.lora.reader import AdapterReader
 from slora_jax.lora.registry import AdapterRegistry, check_adapters
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
@@ -96,7 +97,19 @@ class Engine:
             self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop, slot_pages=size.slot_pages
         )
         self._requests: dict[str, Request] = {}
-        self._registry = self._new_registry()
+        self._reader = AdapterReader(
+            model_config,
+            self._layout,
+            jnp.dtype(config.dtype),
+            config.max_lora_rank,
+            self._runner.host_copy,
+        )
+        self._registry = AdapterRegistry(
+            self._adapters,
+            self._reader,
+            usable_pages=self._pool.usable_for("adapter"),
+            requests=self._requests,
+        )
         self._loader = self._new_loader(size.num_pages)
         self._scheduler = self._new_scheduler()
         self._outbox = Outbox()
@@ -280,7 +293,7 @@ class Engine:
 
     def prepare_adapter(self, path: str | os.PathLike[str]) -> PreparedAdapter:
         """Read, validate and pack a PEFT folder: the slow half of `load_adapter`. Safe in any thread."""
-        return self._registry.prepare(path)
+        return self._reader.prepare(path)
 
     def load_adapter(
         self, name: str, path: str | os.PathLike[str] | PreparedAdapter, *, replace: bool = False
@@ -422,24 +435,12 @@ class Engine:
 
     # -- inside --
 
-    def _new_registry(self) -> AdapterRegistry:
-        return AdapterRegistry(
-            self._adapters,
-            self.model_config,
-            self._layout,
-            dtype=jnp.dtype(self.config.dtype),
-            max_rank=self.config.max_lora_rank,
-            usable_pages=self._pool.usable_for("adapter"),
-            host_copy=self._runner.host_copy,
-            requests=self._requests,
-        )
-
     def _new_loader(self, num_pages: int) -> AdapterLoader:
         pool_bytes = num_pages * self._layout.page_bytes(jnp.dtype(self.config.dtype).itemsize)
         return AdapterLoader(
             self._adapters,
             self._runner,
-            self._registry.prepare,
+            self._reader.prepare,
             staging_bytes=self.config.adapter_staging_bytes or max(_STAGING_BYTES, pool_bytes // 64),
             measured=functools.partial(self._reclaim.costs.measured, "adapter"),
         )

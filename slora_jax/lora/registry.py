@@ -6,26 +6,19 @@ is `store.py`'s, how weights come from disk to the device `loader.py`'s.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import reprlib
 import weakref
-import zlib
-from collections.abc import Callable, Mapping, Set
-
-import numpy as np
+from collections.abc import Mapping, Set
 
 from slora_jax import interrupts
 from slora_jax.checks import as_kind
-from slora_jax.config import ModelConfig
-from slora_jax.errors import AdapterError
 from slora_jax.lora.loader import PreparedAdapter
-from slora_jax.lora.packing import AdapterShape, PackedAdapter, pack_adapter
-from slora_jax.lora.peft import promised_ranks, read_adapter
+from slora_jax.lora.packing import AdapterShape, PackedAdapter
 from slora_jax.lora.peft_folder import FolderStamp, check_adapter_path, folder_stamp
+from slora_jax.lora.reader import AdapterReader
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.lora.transfer import HostCopy
-from slora_jax.memory.layout import RANK_BLOCK, PageLayout
 from slora_jax.outputs import AdapterInfo
 from slora_jax.request import Request
 
@@ -60,60 +53,40 @@ def check_adapters(adapters: object) -> None:
 class AdapterRegistry:
     """What `Engine` offers of adapters; its methods of the same names say effects and errors.
 
-    `dtype` is of the pool, which has `usable_pages` for adapters. `host_copy` makes an
-    adapter's pages ready to be copied. `requests` are those under way, the engine's own table. Only `prepare`
-    may be called in any thread.
+    `usable_pages` are those of the pool that adapters may take, `requests` those under way.
     """
 
     def __init__(
         self,
         store: AdapterStore,
-        model_config: ModelConfig,
-        layout: PageLayout,
+        reader: AdapterReader,
         *,
-        dtype: np.dtype,
-        max_rank: int,
         usable_pages: int,
-        host_copy: Callable[[np.ndarray], HostCopy],
         requests: Mapping[str, Request],
     ) -> None:
-        self._store, self._model_config, self._layout = store, model_config, layout
-        self._dtype, self._max_rank = dtype, max_rank
-        self._usable_pages = usable_pages
-        self._host_copy, self._requests = host_copy, requests
+        self._store, self._reader, self._layout = store, reader, reader.layout
+        self._usable_pages, self._requests = usable_pages, requests
         # Adapters given from memory may be registered under many names, and share one host copy.
         self._copies: weakref.WeakKeyDictionary[PackedAdapter, HostCopy] = weakref.WeakKeyDictionary()
-
-    def prepare(self, path: str | os.PathLike[str]) -> PreparedAdapter:
-        """Read, validate and pack a PEFT folder."""
-        stamp = folder_stamp(path)
-        adapter = read_adapter(path, self._model_config, max_rank=self._max_rank)
-        packed = pack_adapter(adapter, self._layout, self._dtype)
-        if folder_stamp(path) != stamp:
-            raise AdapterError("its files changed while they were read; load it again", folder=stamp.folder)
-        content = np.ascontiguousarray(packed.pages).view(np.uint8)
-        stamp = dataclasses.replace(stamp, checksum=zlib.crc32(content))
-        return PreparedAdapter(os.fspath(path), packed, stamp, self._host_copy(packed.pages))
 
     def load(
         self, name: str, path: str | os.PathLike[str] | PreparedAdapter, *, replace: bool
     ) -> AdapterInfo:
         """Register an adapter whose weights are in host memory already, or are read now."""
         check_adapter_name(name)
-        prepared = path if isinstance(path, PreparedAdapter) else self.prepare(path)
+        prepared = path if isinstance(path, PreparedAdapter) else self._reader.prepare(path)
         packed, host = prepared.packed, prepared.host
-        self._check_form(name, packed)
+        self._reader.check_form(name, packed)
         self._check_size(name, packed.shape)
         if host is None:
-            host = self._copies.get(packed) or self._host_copy(packed.pages)
+            host = self._copies.get(packed) or self._reader.host_copy(packed.pages)
             self._copies[packed] = host
         return self.enter(name, prepared.path, packed.shape, prepared.stamp, host, replace=replace)
 
     def register(self, name: str, path: str | os.PathLike[str], *, replace: bool) -> AdapterInfo:
         """Register an adapter whose weights are read when a request first needs them."""
         check_adapter_name(name)
-        ranks = promised_ranks(path, self._model_config, max_rank=self._max_rank)
-        shape = AdapterShape(self._layout.adapter(ranks), max(ranks.values()), tuple(ranks))
+        shape = self._reader.promised_shape(path)
         self._check_size(name, shape)
         return self.enter(name, os.fspath(path), shape, folder_stamp(path), None, replace=replace)
 
@@ -136,7 +109,7 @@ class AdapterRegistry:
         if old is not None and old.pinned:
             new = self._store.slot_pages or need
             self._check_pinned(self._store.pinned - {old}, new, f"adapter '{name}' is pinned")
-        nbytes = need * self._layout.page_bytes(self._dtype.itemsize)
+        nbytes = need * self._layout.page_bytes(self._reader.dtype.itemsize)
         return self._store.info(self._store.register(name, path, shape, nbytes, stamp, host, replace=replace))
 
     @interrupts.held()
@@ -162,21 +135,6 @@ class AdapterRegistry:
     def target_modules(self) -> set[str]:
         """Modules that some registered adapter targets."""
         return {m for a in self._store for m in a.shape.target_modules}
-
-    def _check_form(self, name: str, packed: PackedAdapter) -> None:
-        """Raise ValueError for one that was packed for an engine of another kind."""
-        layout, pages = self._layout, packed.pages
-        own = layout.adapter({m: RANK_BLOCK * n for m, n in packed.layout.rank_blocks.items() if n})
-        form = (layout.n_layers, packed.layout.num_pages, layout.tp * layout.page_elems), self._dtype, own
-        if (pages.shape, pages.dtype, packed.layout) != form:
-            raise ValueError(
-                f"adapter '{name}' was prepared for an engine of another model, dtype, page_tokens or "
-                "tensor_parallel_size: prepare it with this one"
-            )
-        if packed.rank > self._max_rank:
-            raise ValueError(
-                f"adapter '{name}' has rank {packed.rank}, max_lora_rank is {self._max_rank}: raise it"
-            )
 
     def _check_size(self, name: str, shape: AdapterShape) -> None:
         need = shape.layout.num_pages

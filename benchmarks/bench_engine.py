@@ -172,7 +172,7 @@ def offline(args: argparse.Namespace) -> None:
             length_in, length_out = rng.integers(8, 513, 2)
             name = names[rng.choice(n, p=weights / weights.sum())] if n else None
             requests.append((rng.integers(0, vocab, length_in).tolist(), name, int(length_out)))
-        started, before, compiling = time.perf_counter(), engine._runner.compilations, 0.0
+        started, before, compiling = time.perf_counter(), engine.num_compilations, 0.0
         if bool(n) not in warm_with:
             warm_with.add(bool(n))
             lora = n and args.lora_mode != "merge"
@@ -182,16 +182,16 @@ def offline(args: argparse.Namespace) -> None:
             gc.collect()
             gc.freeze()  # as the server does
             print(f"compiled and warm after {time.perf_counter() - started:.0f} s", flush=True)
-        warm = engine._runner.compilations
+        warm = engine.num_compilations
         for _ in range(RUNS):
             for name in names:  # so that none is resident
                 engine.unload_adapter(name)
             register_adapters(engine, prepared, n)
-            compiled = engine._runner.compilations
+            compiled = engine.num_compilations
             loads, merges, started = engine.stats().adapter_loads, engine._runner.merges, time.perf_counter()
             tokens = run_all(engine, requests)
             seconds = time.perf_counter() - started
-            if engine._runner.compilations == compiled:
+            if engine.num_compilations == compiled:
                 break
             print(f"a step was compiled in a run of {seconds:.1f} s: measured again", flush=True)
         else:
@@ -278,7 +278,7 @@ def pages_lacking(engine: Engine, args: argparse.Namespace, batch: int, names: S
 
 def clear(engine: Engine) -> None:
     """End whatever it runs."""
-    for request in list(engine._requests):
+    for request in list(engine.requests):
         engine.abort(request)
     while engine.has_unfinished():
         engine.step()

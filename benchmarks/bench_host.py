@@ -39,6 +39,7 @@ from slora_jax.memory.sizing import PoolSize
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 from slora_jax.runner import ModelRunner
 from slora_jax.sharding.mesh import make_mesh
+from slora_jax.step_loop import StepLoop
 from slora_jax.step_shape import StepShape
 
 BATCH, RANKS, PROMPT_TOKENS, NUM_PAGES = 256, (64, 32, 16, 8), 128, 400_000
@@ -54,11 +55,11 @@ MODEL = ModelConfig(
     max_position_embeddings=8192,
 )
 PARTS = {  # of a step: the method that does it
-    "schedule": (Engine, "_schedule"),
+    "schedule": (StepLoop, "schedule"),
     "build": (BatchBuilder, "build"),
     "launch": (ModelRunner, "launch"),
-    "collect": (Engine, "_collect"),
-    "step": (Engine, "_step"),
+    "collect": (StepLoop, "collect"),
+    "step": (StepLoop, "step"),
 }
 
 
@@ -174,7 +175,7 @@ def steps(adapters: int, mixed: bool, count: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {part: [] for part in PARTS}
     with Clock() as clock:
         for _ in range(count):
-            for _ in range(BATCH - len(engine._requests)):
+            for _ in range(BATCH - len(engine.requests)):
                 next(more)
             clock.spent.clear()
             engine.step()

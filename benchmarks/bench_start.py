@@ -27,7 +27,7 @@ def start(model: str, max_batch: int, folder: str) -> None:
     made = time.perf_counter()
     engine._runner.warmup(attention_groups())
     seconds = {"engine_seconds": made - began, "warmup_seconds": time.perf_counter() - made}
-    print(json.dumps({"steps": engine._runner.compilations, **seconds}))
+    print(json.dumps({"steps": engine.num_compilations, **seconds}))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

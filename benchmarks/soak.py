@@ -42,6 +42,7 @@ import slora_jax.completion
 import slora_jax.engine
 import slora_jax.intake
 import slora_jax.lora.loader
+import slora_jax.step_loop
 from benchmarks.record import record
 from slora_jax import LimitExceededError, SamplingParams
 from slora_jax.engine import Engine
@@ -66,7 +67,7 @@ NAMES = [f"adapter-{i}" for i in range(40)]
 STEMS = [[1, 2, 3, 4] * 8, [1, 2, 3, 4, 5, 6, 7, 8] * 4, [9] * 32]  # that prompts begin with
 ADAPTER_BYTES = 28672  # of rank 8
 LONGEST_DEADLINE = 20.0  # seconds
-_CLOCKED = (slora_jax.engine, slora_jax.intake, slora_jax.completion, slora_jax.lora.loader)
+_CLOCKED = (slora_jax.step_loop, slora_jax.intake, slora_jax.completion, slora_jax.lora.loader)
 _COUNTED = (Request, Sequence, CachedPage, HostCopy, DirectCopy)
 
 
@@ -332,7 +333,7 @@ class Soak:
         self._step()
         engine, stats = self.engine, self.engine.stats()
         engine.check_integrity()
-        assert (len(engine._requests), stats.num_running, stats.num_waiting) == (0, 0, 0)
+        assert (len(engine.requests), stats.num_running, stats.num_waiting) == (0, 0, 0)
         assert stats.pages_kv == 0, f"{stats.pages_kv} pages of KV are left"
         assert stats.pages_free + stats.pages_cached + stats.pages_adapter == stats.pages_total
         assert not any(a.users or a.in_use for a in engine._adapters), "references are left"

@@ -8,11 +8,9 @@ One thread owns an engine; only `prepare_adapter`, `under_way` and the tokenizer
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -22,15 +20,14 @@ import jax.numpy as jnp
 
 from slora_jax import interrupts
 from slora_jax.compile_cache import enable_compile_cache
-from slora_jax.completion import OutputCollector, accept_token, end
+from slora_jax.completion import OutputCollector
 from slora_jax.config import EngineConfig, ModelConfig
-from slora_jax.errors import some_of
 from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.reader import AdapterReader
 from slora_jax.lora.registry import AdapterRegistry, check_adapters
-from slora_jax.lora.store import Adapter, AdapterStore
+from slora_jax.lora.store import AdapterStore
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -38,32 +35,29 @@ from slora_jax.memory.reclaim import Reclaimer
 from slora_jax.memory.sizing import PoolSize, log_pool, size_pool
 from slora_jax.models.rope import Rope
 from slora_jax.outbox import Outbox
-from slora_jax.outputs import (
-    AdapterInfo,
-    EngineStats,
-    FinishReason,
-    RequestOutput,
-    StreamEvent,
-)
+from slora_jax.outputs import AdapterInfo, EngineStats, RequestOutput, StreamEvent
 from slora_jax.preflight import check_before_loading, check_pinned_names
-from slora_jax.request import DEFAULT_TENANT, Call, GenerateRequest, Request, Sequence
-from slora_jax.runner import InFlight, ModelRunner
+from slora_jax.request import DEFAULT_TENANT, Call, GenerateRequest, Request
+from slora_jax.request_table import RequestTable
+from slora_jax.runner import ModelRunner
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from slora_jax.scheduling.scheduler import Scheduler, SchedulerLimits
 from slora_jax.scheduling.waiting import WaitingQueue
 from slora_jax.sharding.mesh import make_mesh
-from slora_jax.step_times import StepTimes
+from slora_jax.step_loop import StepLoop
 from slora_jax.text import Tokenizer, load_tokenizer
 from slora_jax.weights import Progress, ResolvedModel, load_checkpoint, load_model_config, resolve_model
 
 logger = logging.getLogger(__name__)
 
 _STAGING_BYTES = 64 << 20  # at least, where nobody chose
-_LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
 
 class Engine:
-    """Serves one base model and any number of LoRA adapters. Make one with `from_pretrained`."""
+    """Serves one base model and any number of LoRA adapters. Make one with `from_pretrained`.
+
+    It makes the parts and says who gets which events; what happens in a step is `StepLoop`'s.
+    """
 
     def __init__(
         self,
@@ -96,7 +90,6 @@ class Engine:
         self._adapters = AdapterStore(
             self._reclaim, HostCache(host_bytes), on_freed=self._prefixes.drop, slot_pages=size.slot_pages
         )
-        self._requests: dict[str, Request] = {}
         self._reader = AdapterReader(
             model_config,
             self._layout,
@@ -104,26 +97,26 @@ class Engine:
             config.max_lora_rank,
             self._runner.host_copy,
         )
+        self._loader = self._new_loader(size.num_pages)
+        self._scheduler = self._new_scheduler()
+        self._outbox = Outbox()
+        self._requests = RequestTable(self._adapters, self._scheduler, self._outbox)
         self._registry = AdapterRegistry(
             self._adapters,
             self._reader,
             usable_pages=self._pool.usable_for("adapter"),
             requests=self._requests,
         )
-        self._loader = self._new_loader(size.num_pages)
-        self._scheduler = self._new_scheduler()
-        self._outbox = Outbox()
         self._intake = self._new_intake(size)
-        self._in_flight: InFlight | None = None
-        self._counters = dict.fromkeys(
-            ("steps", "prompt_tokens", "prefilled_tokens", "output_tokens", "finished", "aborted", "failed"),
-            0,
+        self._loop = StepLoop(
+            config,
+            self._runner,
+            self._scheduler,
+            self._loader,
+            self._reclaim,
+            self._requests,
+            self._outbox,
         )
-        self._last_step = (0.0, 0)
-        self._times = StepTimes()
-        self._at_work, self._owner = False, threading.get_ident()
-        self._left: list[Seq[Request]] = []  # of streams that were closed meanwhile
-        self._last_plan = self._planned = StepPlan([], [])  # counted; made, and perhaps not launched yet
 
     @classmethod
     def from_pretrained(
@@ -257,20 +250,18 @@ class Engine:
         """
         requests = [self._intake.one(one) for one in asked]
         Call.of(requests)
-        self._enqueue(requests)
+        self._queue(requests)
 
     @interrupts.held()
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
         handed out yet, or [] where there is no such request. A `stream` that is open gets them itself.
         """
-        request = self._requests.get(request_id)
-        with self._working():
-            last = [] if request is None else self._end(request, "abort")
-        if self._outbox.is_streamed(request_id):
-            self._outbox.ready += last
-            return []
-        return self._outbox.remove(request_id) + last
+        with self._loop.working():
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._requests.end(request, "abort")
+        return [] if self._outbox.is_streamed(request_id) else self._outbox.remove(request_id)
 
     def step(self) -> list[StreamEvent]:
         """Launch the next step, then hand out what the one before it sampled, but for requests of a `stream`
@@ -280,14 +271,19 @@ class Engine:
         """
         with interrupts.held():
             self._outbox.sort()
-            self._step()
+            self._loop.step()
             self._outbox.sort()
         events, self._outbox.ready = self._outbox.ready, []  # no Ctrl-C between here and the return
         return events
 
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Those that have not ended, by id; to look at, not to change."""
+        return self._requests
+
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests or self._in_flight) or self._outbox.has_any_for_step()
+        return bool(self._requests or self._loop.has_in_flight) or self._outbox.has_any_for_step()
 
     # -- adapters --
 
@@ -343,7 +339,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
         running, waiting = self._scheduler.running, self._scheduler.waiting
-        counts = self._counters
+        loop, outcomes = self._loop, self._requests.outcomes
         return EngineStats(
             num_running=len(running),
             num_waiting=len(waiting),
@@ -364,23 +360,23 @@ class Engine:
             prefix_evictions=self._reclaim.evictions["prefix"],
             running_adapters=tuple({s.adapter.name for s in running if s.adapter is not None}),
             waiting_adapters=tuple(waiting.adapter_names),
-            steps=counts["steps"],
-            prompt_tokens=counts["prompt_tokens"],
-            prefilled_tokens=counts["prefilled_tokens"],
-            output_tokens=counts["output_tokens"],
+            steps=loop.num_steps,
+            prompt_tokens=loop.prompt_tokens,
+            prefilled_tokens=loop.prefilled_tokens,
+            output_tokens=loop.output_tokens,
             preemptions=self._scheduler.preemptions,
-            requests_finished=counts["finished"],
-            requests_aborted=counts["aborted"],
-            requests_failed=counts["failed"],
-            last_step_seconds=self._last_step[0],
-            last_step_tokens=self._last_step[1],
+            requests_finished=outcomes["finished"],
+            requests_aborted=outcomes["aborted"],
+            requests_failed=outcomes["failed"],
+            last_step_seconds=loop.last_step_seconds,
+            last_step_tokens=loop.last_step_tokens,
             loading=self._loader.stats(),
         )
 
     @property
     def num_steps(self) -> int:
         """Steps launched since the start."""
-        return self._counters["steps"]
+        return self._loop.num_steps
 
     @property
     def num_compilations(self) -> int:
@@ -390,22 +386,13 @@ class Engine:
     @property
     def last_step_tokens(self) -> int:
         """Tokens that the step launched last computes, of prompts and outputs together."""
-        return self._last_step[1]
+        return self._loop.last_step_tokens
 
     def under_way(self) -> str:
         """What the engine is at, for the log of one that hangs: its last step, requests, adapters in
         transfer. Safe in any thread, also while `step` runs.
         """
-        plan, packed, requests = self._planned, self._runner.packed, list(self._requests)
-        shape = f" (shape: {packed[1]})" if packed is not None and packed[0] is plan else ""
-        stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
-        compiles = "a step compiles, which may take a minute; " if self._runner.compiling else ""
-        return (
-            f"{compiles}the last step planned has {len(plan.decodes)} decodes and {len(plan.prefills)} "
-            f"chunks of prompts, {plan.num_tokens} tokens{shape}, of requests {some_of(stepped)}; "
-            f"{len(requests)} requests have not ended: {some_of(requests)}; "
-            f"adapters in transfer: {some_of(self._loader.under_way())}"
-        )
+        return self._loop.under_way()
 
     def warmup(self, progress: Progress | None = None) -> None:
         """Compile the shapes of usual steps now; the others compile when first met.
@@ -424,14 +411,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Prove that pages, slots, uses of adapters and requests add up: AssertionError if not."""
         self._scheduler.check_integrity()
-        live = [s for r in self._requests.values() for s in r.sequences if s.finish_reason is None]
-        held = [*self._scheduler.running, *self._scheduler.waiting]
-        assert len(live) == len(held) and set(map(id, live)) == set(map(id, held)), (
-            "a sequence is lost or doubled"
-        )
-        for adapter in self._adapters:
-            users = sum(r.adapter is adapter for r in self._requests.values())
-            assert adapter.users == users, f"adapter '{adapter.name}' has {adapter.users} users, not {users}"
+        self._requests.check_integrity()
 
     # -- inside --
 
@@ -457,12 +437,6 @@ class Engine:
 
     def _new_intake(self, size: PoolSize) -> RequestIntake:
         vocab_size = self.model_config.vocab_size
-        requests, outbox = self._requests, self._outbox
-
-        def is_taken(request_id: str) -> bool:  # knows no engine: one that is dropped is free at once
-            return request_id in requests or outbox.holds(request_id)
-
-        self._is_taken = is_taken
         eos = {*self.model_config.eos_token_ids}
         eos |= set() if self.tokenizer is None else {*self.tokenizer.eos_token_ids}
         return RequestIntake(
@@ -471,248 +445,41 @@ class Engine:
             self.tokenizer,
             frozenset(t for t in eos if 0 <= t < vocab_size),  # others cannot be sampled
             self.config.seed,
-            is_taken=is_taken,
+            is_taken=self._requests.is_taken,
         )
-
-    def _step(self) -> None:
-        """Schedule and launch, then collect what the step before sampled, into the outbox."""
-        started = time.perf_counter()
-        self._times.begin()
-        self._owner = threading.get_ident()
-        while self._left:
-            self._leave(self._left.pop())
-        with self._working():
-            self._launch_and_collect(started)
-
-    def _launch_and_collect(self, started: float) -> None:
-        for overdue in self._scheduler.waiting.overdue(running=len(self._scheduler.running)):
-            self._outbox.ready += self._end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
-        try:
-            self._planned = plan = self._schedule()
-            self._times.part("scheduling")
-            compilations = self._runner.compilations
-            launched = self._runner.launch(plan) if plan else None
-            self._times.part("launch")
-            compiled = self._runner.compilations > compilations
-            if compiled:
-                self._scheduler.waiting.compiled()
-            if self._in_flight is not None:
-                self._outbox.ready += self._collect(self._in_flight)
-            self._times.part("waiting for the step before")
-            runs, follows = launched is not None, self._in_flight is not None
-            self._loader.stepped(runs=runs, timed=runs and follows and not compiled)
-            self._loader.transfer()  # no step is under way now but the one whose plan gave them their pages
-            self._times.part("beginning copies of adapters")
-        except BaseException:  # Ctrl-C above all
-            self._rewind()
-            raise
-        self._in_flight = launched
-        if launched is None:
-            self._last_plan = plan
-        else:
-            prompts = [sum(chunk.count for chunk in p.prefills) for p in (self._last_plan, plan)]
-            self._count(plan, time.perf_counter() - started)
-            self._times.end(
-                tuple(n.bit_length() for n in prompts),
-                compiled=compiled,
-                doing=lambda: f"{prompts[0]} prompt tokens in the step before; {self.under_way()}",
-            )
 
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
         """Step until these requests have ended, yielding their events; others' wait for who asked for them.
 
         Between two events the caller may step the engine or stream others: what that brings of these is kept.
         """
-        mine, self._owner = {r.request_id for r in requests}, threading.get_ident()
+        mine = {r.request_id for r in requests}
+        self._loop.take_over()
         try:
             with interrupts.held():
-                self._enqueue(requests, queue_limits=False)
+                self._queue(requests, queue_limits=False)
                 self._outbox.open(mine)
             while True:
                 with interrupts.held():
                     if not self._outbox.sort(mine) and all(r.finished for r in requests):
                         break
-                    self._step()
+                    self._loop.step()
                     self._outbox.sort(mine)
                     events, self._outbox.ready = self._outbox.ready, []
                 yield from events
         finally:
             try:
-                self._leave(requests)
+                self._loop.leave(requests)
             except KeyboardInterrupt:
-                self._leave(requests)  # that one came before it had begun
+                self._loop.leave(requests)  # that one came before it had begun
                 raise
 
     @interrupts.held()
-    def _leave(self, requests: Seq[Request]) -> None:
-        """Whoever asked for these requests goes: end them, and with the last ones the step ahead.
-
-        A stream that nobody has any more is closed by Python, perhaps in the middle of the engine's work or
-        in another thread: the next step then does it.
-        """
-        if self._at_work or threading.get_ident() != self._owner:
-            self._left.append(requests)
-            return
-        with self._working():
-            for request in requests:
-                if self._requests.get(request.request_id) is request:
-                    self._end(request, "abort")
-            self._outbox.close({r.request_id for r in requests})
-            if not self._requests and self._in_flight is not None:
-                # Its tokens nobody wants. A process must not exit while it runs.
-                self._outbox.ready += self._collect(self._in_flight)
-                self._in_flight = None
-
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """Meanwhile no stream is left."""
-        before, self._at_work = self._at_work, True
-        try:
-            yield
-        finally:
-            self._at_work = before
-
-    def _schedule(self) -> StepPlan:
-        """The next step's plan. Where nothing can run before an adapter is loaded, wait for it, but not for
-        long: others may come meanwhile.
-        """
-        until = time.monotonic() + _LOAD_WAIT
-        if self._in_flight is None:
-            self._loader.idle()
-        while True:
-            self._loader.settle()
-            self._fail_loads()
-            plan = self._scheduler.schedule()
-            if self.config.adapter_prefetch:
-                floor = int(self.config.prefetch_watermark * self._pool.usable_for("adapter"))
-                guess = self._loader.prefetch(self._pool.free_for("adapter") - floor)
-                if guess is not None:
-                    self._scheduler.waiting.came_near(guess)
-            left = until - time.monotonic()
-            idle = self._in_flight is None and not self._outbox.ready and self._requests
-            if plan or not idle or left <= 0:
-                return plan
-            self._loader.transfer()
-            if not self._fail_loads() and not self._loader.wait(left):
-                return plan
-
-    def _fail_loads(self) -> bool:
-        """End the requests whose adapters could not be loaded; the next ones try again."""
-        failures = self._loader.take_failures()
-        for adapter, reason in failures:
-            for request in [r for r in self._requests.values() if r.adapter is adapter]:
-                self._outbox.ready += self._end(request, "error", reason)
-        return bool(failures)
-
-    @interrupts.held()
-    def _enqueue(self, requests: Seq[Request], *, queue_limits: bool = True) -> None:
+    def _queue(self, requests: Seq[Request], *, queue_limits: bool = True) -> None:
         """All of them, or none and an error."""
-        with self._working():
-            self._enqueue_all(requests, queue_limits)
-
-    def _enqueue_all(self, requests: Seq[Request], queue_limits: bool) -> None:
-        ids: set[str] = set()
-        for request in requests:
-            if self._is_taken(request.request_id) or request.request_id in ids:
-                raise ValueError(
-                    f"request id '{request.request_id}' is in use; ids must differ among requests that have "
-                    "not ended, or have events that were not handed out"
-                )
-            ids.add(request.request_id)
-            self._intake.check_room(request)
-        acquired: list[Adapter] = []
-        try:
-            for request in requests:
-                if request.adapter is not None:
-                    self._adapters.acquire(request.adapter)
-                    acquired.append(request.adapter)
-            self._scheduler.waiting.check(requests, queue=queue_limits)
-        except BaseException:
-            for adapter in acquired:
-                self._adapters.release(adapter)
-            raise
-        for request in requests:
-            self._requests[request.request_id] = request
-            for sequence in request.sequences:
-                self._scheduler.waiting.add(sequence)
-
-    @interrupts.held()
-    def _rewind(self) -> None:
-        """After a step that broke off: sampled tokens that were not collected are computed again, to the same
-        values, and adapters on their way to the device are sent anew. Cannot mend a pool that the device
-        lost; the next step says so.
-        """
-        self._in_flight = None
-        try:
-            self._runner.wait()  # the pages that they use will be others'
-        finally:
-            self._loader.rewind()
-            for request in self._requests.values():
-                for sequence in request.sequences:
-                    sequence.pending = 0
-            self._scheduler.preempt_all()
-
-    def _collect(self, in_flight: InFlight) -> list[StreamEvent]:
-        """Wait for a step and hand its tokens to their sequences; those that have ended are passed over."""
-        with interrupts.let_in():
-            fetched = in_flight.fetch()
-        tokens, counts, events = fetched["tokens"].tolist(), self._counters, []
-        for row, chunk in in_flight.rows:  # hundreds, each step
-            sequence = chunk.sequence
-            sequence.pending -= 1
-            if sequence.finish_reason is not None:
-                continue
-            event = accept_token(sequence, tokens[row], row, fetched)
-            if event.token_ids:
-                counts["output_tokens"] += 1
-                self._scheduler.waiting.sampled(sequence)
-                if len(sequence.tokens) == sequence.prompt_len + 1:
-                    counts["prompt_tokens"] += sequence.prompt_len
-            if event.finish_reason is not None:
-                self._release(sequence)
-            events.append(event)
-        return events
-
-    def _end(
-        self,
-        request: Request,
-        finish_reason: FinishReason,
-        error: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> list[StreamEvent]:
-        """End what is left of a request, with these fields in its last events."""
-        events = []
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
-                events.append(end(sequence, finish_reason, error=error, retry_after_s=retry_after_s))
-                self._release(sequence)
-        return events
-
-    def _release(self, sequence: Sequence) -> None:
-        """Give back what an ended sequence holds; with the last one of a request, the request itself."""
-        self._scheduler.finish(sequence)
-        request = sequence.request
-        if not request.finished:
-            return
-        del self._requests[request.request_id]
-        if request.adapter is not None:
-            self._adapters.release(request.adapter)
-        reasons = {s.finish_reason for s in request.sequences}
-        outcome = "failed" if "error" in reasons else "aborted" if "abort" in reasons else "finished"
-        self._counters[outcome] += 1
-
-    def _count(self, plan: StepPlan, seconds: float) -> None:
-        last, self._last_plan = self._last_plan, plan
-        prefilled = sum(c.count for c in last.prefills)
-        if 2 * prefilled >= last.num_tokens:  # this call waited for it
-            self._reclaim.costs.measured("prefix", prefilled / self.config.page_tokens, seconds)
-        self._counters["steps"] += 1
-        self._counters["prefilled_tokens"] += sum(
-            min(c.start + c.count, c.sequence.prompt_len) - c.start
-            for c in plan
-            if c.start < c.sequence.prompt_len
-        )
-        self._last_step = (seconds, plan.num_tokens)
+        with self._loop.working():
+            self._intake.check_again(requests)
+            self._requests.add(requests, queue_limits=queue_limits)
 
 
 def _own_tokenizer(resolved: ResolvedModel) -> Tokenizer | None:

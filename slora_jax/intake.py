@@ -221,9 +221,19 @@ class RequestIntake:
             return 0, 0
         return 0 if adapter is None else adapter.num_pages, self._adapters.pinned_pages(beside=adapter)
 
-    def check_room(self, request: Request) -> None:
-        """Raise ValueError where a request that was checked has no room any more, as others were pinned."""
-        self._check_room(max(s.max_len for s in request.sequences), request.adapter)
+    def check_again(self, requests: Seq[Request]) -> None:
+        """Raise ValueError where requests that were made cannot be queued together: an id is in use by now,
+        or adapters that were pinned since left no room.
+        """
+        ids: set[str] = set()
+        for request in requests:
+            if self._is_taken(request.request_id) or request.request_id in ids:
+                raise ValueError(
+                    f"request id '{request.request_id}' is in use; ids must differ among requests that have "
+                    "not ended, or have events that were not handed out"
+                )
+            ids.add(request.request_id)
+            self._check_room(max(s.max_len for s in request.sequences), request.adapter)
 
     def _check_room(self, length: int, adapter: Adapter | None) -> None:
         limits = self._limits

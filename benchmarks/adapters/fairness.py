@@ -35,7 +35,7 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
         while (passed := time.perf_counter() - began) < args.fair_seconds:
             for tenant, wanted in (("small", bench.batch // 2), ("large", 3 * bench.batch // 2)):
                 while len(waiting[tenant]) < wanted:
-                    request = engine._requests[add(engine, work.draw(), tenant=tenant)]
+                    request = engine.requests[add(engine, work.draw(), tenant=tenant)]
                     waiting[tenant].add(request)
                     tenants[request.request_id] = tenant
             events = engine.step()

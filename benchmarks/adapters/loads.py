@@ -104,15 +104,15 @@ def decode_steps(
     """
     start_decoding(engine, engine.config.max_batch_size, args.context, [])
     ends, loaded = [], []
-    compiled = engine._runner.compilations
+    compiled = engine.num_compilations
     for i in range(args.steps + _RAMP + 1):
         between()
         engine.step()
         if i == _RAMP:
-            compiled = engine._runner.compilations
+            compiled = engine.num_compilations
         ends.append(time.perf_counter())
         loaded.append(engine._loader.loads)
-    assert engine._runner.compilations == compiled, "a timed step was compiled"
+    assert engine.num_compilations == compiled, "a timed step was compiled"
     clear(engine)
     return np.diff(ends)[_RAMP:], np.diff(loaded)[_RAMP:].tolist()
 

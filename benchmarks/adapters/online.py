@@ -48,7 +48,7 @@ def serve_arrivals(bench: Workbench, args: argparse.Namespace, policy: str) -> d
     coming = [(work.draw(), "small" if rng.random() < 0.25 else "large") for _ in due]
     for _ in range(bench.batch):
         add(engine, work.begun())
-    while any(r.metrics.first_token_time is None for r in engine._requests.values()):
+    while any(r.metrics.first_token_time is None for r in engine.requests.values()):
         engine.step()
     first: dict[str, float] = {}  # seconds from when a request was due
     asked: dict[str, tuple[float, str]] = {}

@@ -131,13 +131,13 @@ def closed_loop(engine: Engine, work: Workload, seconds: float) -> Window:
         step()
     for _ in range(_WINDOWS):
         gaps, tokens, finished = [], 0, 0
-        compiled, before, started = engine._runner.compilations, engine.stats(), time.perf_counter()
+        compiled, before, started = engine.num_compilations, engine.stats(), time.perf_counter()
         held: list[tuple[int, int]] = []  # sequences that run, adapters that are resident
-        while (passed := time.perf_counter() - started) < seconds and engine._runner.compilations == compiled:
+        while (passed := time.perf_counter() - started) < seconds and engine.num_compilations == compiled:
             step()
             held.append((len(engine._scheduler.running), len(engine._adapters.resident)))
         after = engine.stats()
-        if engine._runner.compilations == compiled:
+        if engine.num_compilations == compiled:
             clear(engine)
             return Window(
                 seconds=passed,

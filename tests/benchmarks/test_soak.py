@@ -36,7 +36,7 @@ def test_a_request_that_is_kept_is_noticed() -> None:
 
     def leaking(*args: Any, **kwargs: Any) -> str:
         request_id = add(*args, **kwargs)
-        kept.append(soak.engine._requests[request_id])
+        kept.append(soak.engine.requests[request_id])
         return request_id
 
     soak.engine.add_request = leaking  # type: ignore[method-assign]

@@ -108,7 +108,7 @@ def test_a_sequence_that_comes_back_to_its_slot_with_other_pages_is_packed_with_
     engine.step()
     [sequence] = engine._scheduler.running
     slot, pages = sequence.slot, sequence.pages
-    engine._rewind()
+    engine._loop.rewind()
     engine._pool.allocate(len(pages), "kv")
     engine.step()
     assert sequence.slot == slot

@@ -40,7 +40,7 @@ def interrupted_at(at: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, 
     """
     clock = itertools.count()  # what gives way depends on measured times
     for name in ("monotonic", "perf_counter"):
-        monkeypatch.setattr(f"slora_jax.engine.time.{name}", lambda: next(clock) / 1000)
+        monkeypatch.setattr(f"slora_jax.step_loop.time.{name}", lambda: next(clock) / 1000)
     bench, wanted = busy_bench()
     step, places, met, where, raised = bench.engine.step, itertools.count(1), 0, "", False
 
@@ -265,7 +265,7 @@ def test_a_ctrl_c_anywhere_in_a_generate_ends_its_requests_and_nothing_else() ->
             pass
         finally:
             sys.setprofile(None)
-        assert set(engine._requests) <= {other}, where
+        assert set(engine.requests) <= {other}, where
         assert not engine._outbox._streamed, where
         engine.check_integrity()
         got: list[int] = []
@@ -284,14 +284,14 @@ def test_a_ctrl_c_anywhere_in_a_generate_ends_its_requests_and_nothing_else() ->
 def test_ctrl_c_in_generate_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, wanted = busy_bench()
     engine: Engine = bench.engine
-    schedule, calls = engine._schedule, itertools.count(1)
+    schedule, calls = engine._loop.schedule, itertools.count(1)
 
     def interrupted() -> Any:
         if next(calls) == 3:
             signal.raise_signal(signal.SIGINT)
         return schedule()
 
-    monkeypatch.setattr(engine, "_schedule", interrupted)
+    monkeypatch.setattr(engine._loop, "schedule", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[7, 7, 7]], None, SamplingParams(max_tokens=9))
     engine.check_integrity()

@@ -290,7 +290,7 @@ def test_a_stream_that_python_collects_in_the_middle_of_a_step_breaks_nothing(ev
         engine.check_integrity()
         tokens += [t for e in events for t in e.token_ids if e.request_id == other]
     assert tokens == expected_tokens([1, 2, 3], BASE, 20, VOCAB)
-    assert not engine._requests
+    assert not engine.requests
 
 
 def test_a_stream_that_is_collected_in_another_thread_is_left_by_the_next_step() -> None:
@@ -300,10 +300,28 @@ def test_a_stream_that_is_collected_in_another_thread_is_left_by_the_next_step()
     thread = threading.Thread(target=stream.close)
     thread.start()
     thread.join()
-    assert len(engine._requests) == 1
+    assert len(engine.requests) == 1
     while engine.has_unfinished():
         assert not engine.step()
-    assert not engine._requests
+    assert not engine.requests
+
+
+def test_what_is_under_way_may_be_asked_for_while_requests_come() -> None:
+    """In another thread, which Python runs between any two calls."""
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    engine.add_request([1], None, SamplingParams(max_tokens=20))
+    engine.step()
+
+    def come(frame: types.FrameType, event: str, arg: Any) -> None:
+        if event in ("call", "c_return") and "slora_jax" in frame.f_globals.get("__name__", ""):
+            engine.add_request([2], None, SamplingParams(max_tokens=20))
+
+    sys.setprofile(come)
+    try:
+        told = engine.under_way()
+    finally:
+        sys.setprofile(None)
+    assert "requests have not ended: request-0, request-1" in told
 
 
 def test_an_engine_that_is_dropped_is_freed_at_once() -> None:

@@ -82,7 +82,7 @@ def test_a_ctrl_c_at_any_line_of_the_loader_costs_nothing(part: int, monkeypatch
         """Break off at line number `at` that the loader meets; how many it met."""
         clock = itertools.count()  # what gives way depends on measured times
         for name in ("monotonic", "perf_counter"):
-            monkeypatch.setattr(f"slora_jax.engine.time.{name}", lambda: next(clock) / 1000)
+            monkeypatch.setattr(f"slora_jax.step_loop.time.{name}", lambda: next(clock) / 1000)
         bench, wanted = busy_bench()
         step, before, lines, met = bench.engine.step, sys.gettrace(), itertools.count(1), 0
 

@@ -117,7 +117,7 @@ def test_cluster_knows_of_adapters_that_are_on_their_way_for_another_tenant(seek
         while not engine.stats().num_running:
             bench.executor.run()
             engine.step()
-        engine._rewind()  # as Ctrl-C does
+        engine._loop.rewind()  # as Ctrl-C does
         engine._adapters.evict(1, math.inf)  # x gives way
         old, new = ask("y", "second", 2), ask("x", "second", 2)
     assert not engine._adapters.get("x").near

@@ -42,16 +42,16 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[str
         monkeypatch.setattr(owner, name, timed)
 
     step = [0]
-    begin = engine._times.begin
+    begin = engine._loop._times.begin
 
     def count() -> None:
         step[0] = next(steps)
         begin()
 
-    monkeypatch.setattr(engine._times, "begin", count)
-    taking(engine, "_schedule", 0.0)
+    monkeypatch.setattr(engine._loop._times, "begin", count)
+    taking(engine._loop, "schedule", 0.0)
     taking(engine._runner, "launch", 0.0)
-    taking(engine, "_collect", STEP)
+    taking(engine._loop, "collect", STEP)
     taking(engine._loader, "transfer", 0.0)
     return slow
 
@@ -63,9 +63,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "part"),
     [
-        ("_schedule", "scheduling"),
+        ("schedule", "scheduling"),
         ("launch", "launch"),
-        ("_collect", "waiting for the step before"),
+        ("collect", "waiting for the step before"),
         ("transfer", "beginning copies of adapters"),
     ],
 )

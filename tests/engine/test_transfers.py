@@ -43,7 +43,7 @@ def test_copies_leave_the_link_to_the_input_of_the_next_step_in_time(
     is delayed.
     """
     clock = itertools.count()
-    monkeypatch.setattr("slora_jax.engine.time.perf_counter", lambda: next(clock) / 3)  # thrice a step
+    monkeypatch.setattr("slora_jax.step_loop.time.perf_counter", lambda: next(clock) / 3)  # thrice a step
     bench = Bench(lambda: looks, num_pages=400, max_batch_size=16, max_step_tokens=64, adapter_prefetch=8)
     runner: Any = bench.engine._runner
     runner.copy_bytes_per_s = link

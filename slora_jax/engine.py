@@ -468,11 +468,12 @@ class Engine:
                     events, self._outbox.ready = self._outbox.ready, []
                 yield from events
         finally:
-            try:
-                self._loop.leave(requests)
-            except KeyboardInterrupt:
-                self._loop.leave(requests)  # that one came before it had begun
-                raise
+            if not self._loop.closed:
+                try:
+                    self._loop.leave(requests)
+                except KeyboardInterrupt:
+                    self._loop.leave(requests)  # that one came before it had begun
+                    raise
 
     @interrupts.held()
     def _queue(self, requests: Seq[Request], *, queue_limits: bool = True) -> None:

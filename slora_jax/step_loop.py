@@ -6,9 +6,11 @@ planned and launched, and only then are its tokens waited for.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
@@ -29,6 +31,9 @@ from slora_jax.step_times import StepTimes
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
 
+_LOOPS: weakref.WeakSet[StepLoop] = weakref.WeakSet()
+
+
 class StepLoop:
     """Runs the steps of `requests`, whose events go to `outbox`, and owns the one that is in flight.
 
@@ -37,7 +42,8 @@ class StepLoop:
 
     Counters: `num_steps` launched; `prefilled_tokens`, of prompts, recomputed ones included; `output_tokens`
     collected; `prompt_tokens` of prompts whose first token came, cached ones included. `last_step_seconds` is
-    how long the host took for the step launched last, which computes `last_step_tokens`.
+    how long the host took for the step launched last, which computes `last_step_tokens`. `closed`: the
+    process exits, and there is nothing to leave any more.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class StepLoop:
         self._left: list[Seq[Request]] = []  # of streams that were closed meanwhile
         self.num_steps = self.prompt_tokens = self.prefilled_tokens = self.output_tokens = 0
         self.last_step_seconds, self.last_step_tokens = 0.0, 0
+        self.closed = False
+        _LOOPS.add(self)
 
     @property
     def has_in_flight(self) -> bool:
@@ -183,10 +191,26 @@ class StepLoop:
                 if self._requests.get(request.request_id) is request:
                     self._requests.end(request, "abort")
             self._outbox.close({r.request_id for r in requests})
-            if not self._requests and self._in_flight is not None:
-                # Its tokens nobody wants. A process must not exit while it runs.
-                self._outbox.ready += self.collect(self._in_flight)
-                self._in_flight = None
+            if not self._requests:
+                self._finish_in_flight()
+
+    def close(self) -> None:
+        """End all requests: the process exits, whose streams cannot be left once Python takes modules down.
+        Does nothing where another thread runs the steps.
+        """
+        if threading.get_ident() != self._owner:
+            return
+        self.closed = True
+        with self.working():
+            for request in list(self._requests.values()):
+                self._requests.end(request, "abort")
+            self._finish_in_flight()
+
+    def _finish_in_flight(self) -> None:
+        """Of the last step, whose tokens nobody wants: a process must not exit while it runs."""
+        if self._in_flight is not None:
+            self._outbox.ready += self.collect(self._in_flight)
+            self._in_flight = None
 
     def under_way(self) -> str:
         """See `Engine.under_way`."""
@@ -245,3 +269,10 @@ class StepLoop:
             compiled=compiled,
             doing=lambda: f"{before} prompt tokens in the step before; {self.under_way()}",
         )
+
+
+@atexit.register
+def _close_all() -> None:
+    for loop in list(_LOOPS):
+        with contextlib.suppress(Exception):  # of a device that failed: its step is over
+            loop.close()

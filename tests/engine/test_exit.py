@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +13,28 @@ from slora_jax import EngineConfig, SamplingParams
 from slora_jax.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROGRAM = """
+ENGINE = """
 import sys
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.engine import Engine
 
 config = EngineConfig(dtype="float32", load_format="dummy", max_batch_size=2, num_pages=64)
 engine = Engine.from_pretrained(sys.argv[1], config=config)
-print(engine.generate([[1, 2, 3]], None, SamplingParams(max_tokens=4, temperature=0))[0].token_ids)
+greedy = SamplingParams(max_tokens=4, temperature=0)
 """
+PROGRAM = ENGINE + "print(engine.generate([[1, 2, 3]], None, greedy)[0].token_ids)"
+UNDER_WAY = {
+    "an unread stream": "stream = engine.stream([[1, 2, 3]], None, greedy); next(stream)",
+    "two streams that take turns": """
+streams = [engine.stream([[1, 2, 3]], None, greedy) for _ in range(2)]
+[next(stream) for stream in streams]
+""",
+    "requests that are stepped": "engine.add_request([1, 2, 3], None, greedy); engine.step(); engine.step()",
+    "an exception beside a stream": """
+for _ in engine.stream([[1, 2, 3]], None, greedy):
+    sys.exit(0)
+""",
+}
 
 
 def test_no_step_is_left_in_flight_once_all_requests_have_ended(tiny_model_dir: Path) -> None:
@@ -43,6 +57,13 @@ def test_exit_right_after_generate_is_clean(tiny_model_dir: Path, attempt: int) 
         out, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
         assert out.startswith("[")
+
+
+@pytest.mark.parametrize("under_way", UNDER_WAY)
+def test_exit_with_requests_under_way_is_clean(tiny_model_dir: Path, under_way: str) -> None:
+    command = [sys.executable, "-c", ENGINE + UNDER_WAY[under_way], str(tiny_model_dir)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert not re.search("Exception ignored|Traceback", process.stderr), process.stderr
 
 
 STUCK = """

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.experimental import pallas as pl
 
-from slora_jax.pallas_kernels import mosaic_attention
+from slora_jax.pallas_kernels import mosaic_attention_operands
 from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, KernelShape, LoraShape, Sizes
 from slora_jax.pallas_kernels.lora_work import (
     FIELDS,
@@ -19,6 +19,7 @@ from slora_jax.pallas_kernels.lora_work import (
     build_lora_work,
     lora_work_needed,
 )
+from slora_jax.pallas_kernels.mosaic_decode import decode_attention
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_lora import CHUNK_WIDTHS, apply_lora
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, prefill_attention
@@ -35,7 +36,7 @@ def unsupported(shape: KernelShape) -> str | None:
             "every dimension of the model, divided by tensor_parallel_size where it is split, must be a "
             f"multiple of {min(CHUNK_WIDTHS)}; the widest columns that divide all are {shape.chunk_width}"
         )
-    return mosaic_attention.unsupported(
+    return mosaic_attention_operands.unsupported(
         n_q=shape.n_q, n_kv=shape.n_kv, head_dim=shape.head_dim, page_tokens=shape.page_tokens
     )
 
@@ -102,7 +103,7 @@ class MosaicPlanner:
 MOSAIC = Backend(
     name="mosaic",
     write_kv=write_kv,
-    decode_attention=mosaic_attention.decode_attention,
+    decode_attention=decode_attention,
     prefill_attention=prefill_attention,
     apply_lora=apply_lora,
     prefill_tile=128,

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.mosaic_attention import TILED, check_attention, whole_tiles
+from slora_jax.pallas_kernels.mosaic_attention_operands import TILED, check_attention, whole_tiles
 
 BLOCK_KV = 128
 STAGES = 2

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.common import Case, Ceilings, Measurement, relative_error, seconds_per_call
-from slora_jax.pallas_kernels import mosaic_attention, mosaic_kv, mosaic_prefill, xla_attention
+from slora_jax.pallas_kernels import mosaic_decode, mosaic_kv, mosaic_prefill, xla_attention
 
 PAGE_TOKENS = 16
 LAYERS = 2
@@ -78,9 +78,7 @@ def decode(
     sizes: dict[str, Any] = {"n_kv": n_kv, "page_tokens": page_tokens, "scale": head_dim**-0.5}
 
     def step(i: int, q: jax.Array, pool: jax.Array, table: jax.Array, lens: jax.Array) -> jax.Array:
-        return mosaic_attention.decode_attention(
-            q, pool, jnp.int32(i % LAYERS), table, lens, **sizes, **tuning
-        )
+        return mosaic_decode.decode_attention(q, pool, jnp.int32(i % LAYERS), table, lens, **sizes, **tuning)
 
     out = jax.jit(functools.partial(step, 1))(q, pool, table, lens)
     error = 0.0

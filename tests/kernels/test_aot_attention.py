@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from slora_jax.pallas_kernels import aot
-from slora_jax.pallas_kernels.mosaic_attention import decode_attention
+from slora_jax.pallas_kernels.mosaic_decode import decode_attention
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_prefill import prefill_attention
 

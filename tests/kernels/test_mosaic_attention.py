@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from slora_jax.pallas_kernels import mosaic_kv
 from slora_jax.pallas_kernels.decode_plan import FIRST_PAGES, plan_decode
-from slora_jax.pallas_kernels.mosaic_attention import decode_attention, unsupported
+from slora_jax.pallas_kernels.mosaic_attention_operands import unsupported
+from slora_jax.pallas_kernels.mosaic_decode import decode_attention
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, plan_prefill, prefill_attention
 

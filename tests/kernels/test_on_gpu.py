@@ -23,7 +23,7 @@ from benchmarks.compare_backends import random_adapter
 from slora_jax import ModelConfig
 from slora_jax.lora.packing import pack_adapter
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
-from slora_jax.pallas_kernels import mosaic_attention
+from slora_jax.pallas_kernels import mosaic_decode
 from slora_jax.pallas_kernels.backend import XLA, AdapterBlocks, LoraShape
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 
@@ -109,7 +109,7 @@ def test_decode_attention(model: ModelConfig) -> None:
     assert not np.any(np.asarray(got[len(DECODES) :]))
 
 
-@pytest.mark.parametrize("blocks", [12, mosaic_attention.BLOCKS])  # few long stretches; many short ones
+@pytest.mark.parametrize("blocks", [12, mosaic_decode.BLOCKS])  # few long stretches; many short ones
 def test_decode_attention_gives_the_same_bits_again(model: ModelConfig, blocks: int) -> None:
     """Two calls in a program that runs again and again; items of one, two and many parts.
 
@@ -124,7 +124,7 @@ def test_decode_attention_gives_the_same_bits_again(model: ModelConfig, blocks: 
 
     @jax.jit
     def run(q: jax.Array, pool: jax.Array, *args: jax.Array) -> tuple[jax.Array, jax.Array]:
-        attend: Any = functools.partial(mosaic_attention.decode_attention, **sizes(model), blocks=blocks)
+        attend: Any = functools.partial(mosaic_decode.decode_attention, **sizes(model), blocks=blocks)
         once = attend(q, pool, *args)
         return once, attend(once, pool, *args)
 

@@ -1,4 +1,4 @@
-"""What the Mosaic kernels of decode and prefill attention take: limits of shapes and dtypes, and layout.
+"""What the Mosaic attention kernels (decode, prefill, KV write) take: limits of shapes and dtypes; layout.
 
 Letters as in xla_attention.
 """
@@ -42,13 +42,18 @@ def check_attention(
     limit = unsupported(n_q=h, n_kv=n_kv, head_dim=e, page_tokens=page_tokens, chunk=chunk)
     if limit:
         raise ValueError(f"{limit}; kernel_backend='xla' has no such limit")
+    check_pages(pool, n_kv=n_kv, page_tokens=page_tokens, e=e)
+    if pool.size // e >= 2**31:
+        raise ValueError(f"pool of {pool.size // e} rows of head_dim: row numbers must fit int32")
+
+
+def check_pages(pool: jax.Array, *, n_kv: int, page_tokens: int, e: int) -> None:
+    """Raise ValueError where a page of pool [layers, pages, elems] is not K and V of `page_tokens` tokens."""
     if pool.shape[2] != 2 * n_kv * page_tokens * e:
         raise ValueError(
             f"pool pages have {pool.shape[2]} elements, not 2 * {n_kv} * {page_tokens} * {e} "
             "(n_kv, page_tokens, head_dim)"
         )
-    if pool.size // e >= 2**31:
-        raise ValueError(f"pool of {pool.size // e} rows of head_dim: row numbers must fit int32")
 
 
 def whole_tiles(x: jax.Array) -> jax.Array:

@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from slora_jax.pallas_kernels.mosaic_attention_operands import check_pages
+
 BLOCKS = 264  # wanted at least: two on each of an H100's or H200's multiprocessors
 MAX_TOKENS = 8  # of a block
 SMEM_BYTES = 96 * 1024
@@ -40,15 +42,11 @@ def write_kv(
         raise ValueError(
             f"need pool [layers, pages, elems], k and v [t, n_kv, e]; got {pool.shape}, {k.shape}, {v.shape}"
         )
-    n_layers, n_pages, elems = pool.shape
+    n_layers, n_pages, _ = pool.shape
     t, n_kv, e = k.shape
     if pool.dtype != jnp.bfloat16:
         raise ValueError(f"pool must be bfloat16, not {pool.dtype}; use kernel_backend='xla'")
-    if elems != 2 * n_kv * page_tokens * e:
-        raise ValueError(
-            f"pool pages have {elems} elements, not 2 * {n_kv} * {page_tokens} * {e} "
-            "(n_kv, page_tokens, head_dim)"
-        )
+    check_pages(pool, n_kv=n_kv, page_tokens=page_tokens, e=e)
     if e % 64 or e > 256 or n_kv > 256 or page_tokens > 256:
         raise ValueError(
             f"head_dim {e} must be a multiple of 64 up to 256; n_kv {n_kv} and page_tokens {page_tokens} "

@@ -65,9 +65,9 @@ def decode_attention(
     item_cost as in `plan_decode`. Pallas's interpreter (`interpret`) has no atomics: there a second kernel
     adds the parts of cut items, by the same code.
     """
-    s, h, e = q.shape
-    chunk = chunk or CHUNK_ELEMS // (128 if e == 128 else 64)
+    chunk = chunk or CHUNK_ELEMS // (128 if q.shape[-1:] == (128,) else 64)
     check_attention(q, pool, page_table, n_kv=n_kv, page_tokens=page_tokens, chunk=chunk)
+    s, h, e = q.shape
     if kv_len.shape != (s,) or page_table.shape[0] != s:
         raise ValueError(
             f"kv_len {kv_len.shape} and page_table {page_table.shape} must have a row for each of {s} queries"
@@ -75,6 +75,11 @@ def decode_attention(
     if consumers not in (1, 2) or blocks < 1 or blocks % consumers:
         raise ValueError(f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2)")
     most = _stages(consumers, chunk, e, query_rows(h // n_kv))
+    if not most:
+        raise ValueError(
+            f"chunk {chunk} of head_dim {e} does not fit the shared memory of {consumers} consumers: use a "
+            "smaller chunk or fewer consumers"
+        )
     stages = stages or most
     if not 1 <= stages <= most:
         raise ValueError(f"stages {stages} must be 1 to {most}, what the shared memory holds")

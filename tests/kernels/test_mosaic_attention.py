@@ -287,6 +287,11 @@ def arguments(**changes: Any) -> tuple[list[Any], dict[str, Any]]:
         ({"page_tokens": 12}, "page_tokens 12"),
         ({"page_tokens": 32}, "pool pages have 4096 elements"),
         ({"kv_len": jnp.ones(3, jnp.int32)}, "a row for each of 2 queries"),
+        *(
+            ({name: jnp.zeros(dims, jnp.bfloat16)}, r"need q \[t, h, e\], pool .* got")
+            for name in ("q", "pool", "page_table")
+            for dims in ((), (128,), (1, 2, 3, 128))
+        ),
     ],
 )
 def test_limits_are_named(changes: dict[str, Any], message: str) -> None:
@@ -300,10 +305,13 @@ def test_limits_are_named(changes: dict[str, Any], message: str) -> None:
     [
         ({"blocks": 3}, "blocks 3 must be a multiple of consumers 2"),
         ({"stages": 99}, "stages 99 must be 1 to"),
+        ({"chunk": 256}, "chunk 256 of head_dim 128 does not fit the shared memory of 2 consumers"),
     ],
 )
 def test_tunings_are_checked(tuning: dict[str, Any], message: str) -> None:
-    values, sizes = arguments()
+    values, sizes = arguments(
+        q=jnp.zeros((2, 4, 128), jnp.bfloat16), pool=jnp.zeros((1, 3, 2 * 2 * 16 * 128), jnp.bfloat16)
+    )
     with pytest.raises(ValueError, match=message):
         decode_attention(*values, **(sizes | tuning))
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from benchmarks.adapters import clustering, cold, fairness, loads, online, thrash
 from benchmarks.adapters.workbench import Workbench, cut_pool
-from benchmarks.bench_engine import MODELS
+from benchmarks.engine.models import MODELS
 from benchmarks.sim_scheduler import POLICIES
 from slora_jax import EngineConfig
 from slora_jax.engine import Engine

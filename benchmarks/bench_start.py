@@ -16,8 +16,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from benchmarks.bench_engine import MAX_MODEL_LEN, MODELS, attention_groups, gpu_name, make_engine
-from benchmarks.record import record
+from benchmarks.engine.models import MAX_MODEL_LEN, MODELS, make_engine
+from benchmarks.engine.random_adapters import attention_groups
+from benchmarks.record import gpu_name, record
 
 
 def start(model: str, max_batch: int, folder: str) -> None:

@@ -23,8 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.bench_engine import gpu_name
-from benchmarks.record import record
+from benchmarks.record import gpu_name, record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
 from slora_jax.cli import smollm2
 from slora_jax.engine import Engine

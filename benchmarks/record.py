@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "slora-jax")
 
@@ -50,6 +52,12 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return f"{line.partition(':')[2].strip()}, {cores} cores"
     return f"{platform.processor() or platform.machine()}, {cores} cores"
+
+
+def gpu_name() -> str | None:
+    """The accelerator's name; None on a CPU."""
+    device = jax.devices()[0]
+    return None if device.platform == "cpu" else device.device_kind
 
 
 def record(

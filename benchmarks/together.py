@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from benchmarks import bench_adapters, bench_engine
+from benchmarks.engine.models import MAX_MODEL_LEN, MODELS, make_engine
+from benchmarks.engine.steps import clear
 from slora_jax import EngineConfig
 from slora_jax.engine import Engine
 
@@ -29,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", choices=tuple(bench_engine.MODELS))
+    parser.add_argument("model", choices=tuple(MODELS))
     parser.add_argument("commands", nargs="+", metavar="COMMAND", help='"bench_engine offline --n 100"')
     parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--max-model-len", type=int, default=bench_engine.MAX_MODEL_LEN)
+    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     parser.add_argument("--max-lora-rank", type=int, default=64)
     parser.add_argument("--memory-fraction", type=float, default=EngineConfig.memory_fraction)
     args = parser.parse_args(argv)
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for command in commands:
         if not command or command[0] not in COMMANDS:
             parser.error(f"'{' '.join(command)}' begins with none of {', '.join(COMMANDS)}")
-    engine = bench_engine.make_engine(
+    engine = make_engine(
         args.model,
         max_batch=args.max_batch,
         max_model_len=args.max_model_len,
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             COMMANDS[name]([*rest, "--model", args.model], engine)
         except (Exception, SystemExit):
             traceback.print_exc()
-            bench_engine.clear(engine)
+            clear(engine)
             for adapter in engine.adapters():
                 engine.unload_adapter(adapter.name)
             failed.append(" ".join((name, *rest)))

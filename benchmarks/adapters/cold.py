@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.adapters.workbench import Workbench, pinned_copy_bandwidth
-from benchmarks.bench_engine import MODULES, register_adapters
+from benchmarks.engine.random_adapters import MODULES, register_adapters
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.lora.peft import module_features

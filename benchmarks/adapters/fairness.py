@@ -10,7 +10,7 @@ import time
 
 from benchmarks.adapters.workbench import Workbench, contended
 from benchmarks.adapters.workload import SHORTEST, add
-from benchmarks.bench_engine import clear
+from benchmarks.engine.steps import clear
 from slora_jax.request import Request
 from slora_jax.step_shape import StepShape
 

@@ -15,13 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.adapters.workbench import Workbench, milliseconds, pinned_copy_bandwidth
-from benchmarks.bench_engine import (
-    clear,
-    fill_randomly,
-    make_resident,
-    register_adapters,
-    start_decoding,
-)
+from benchmarks.engine.random_adapters import make_resident, register_adapters
+from benchmarks.engine.steps import clear, fill_randomly, start_decoding
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape

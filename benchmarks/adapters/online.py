@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.adapters.workbench import Workbench, contended
 from benchmarks.adapters.workload import SHORTEST, add, closed_loop
-from benchmarks.bench_engine import clear
+from benchmarks.engine.steps import clear
 from benchmarks.sim_scheduler import gamma_arrivals
 from slora_jax.step_shape import StepShape
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.adapters.workbench import Workbench, cut_pool
 from benchmarks.adapters.workload import SHORTEST, Window, Workload, by_popularity, closed_loop
-from benchmarks.bench_engine import SETTINGS, make_resident, register_adapters
+from benchmarks.engine.random_adapters import SETTINGS, make_resident, register_adapters
 from slora_jax.step_shape import StepShape
 
 

@@ -16,18 +16,17 @@ from jax.sharding import SingleDeviceSharding
 
 import slora_jax.engine
 from benchmarks.adapters.workload import Workload, by_popularity, kv_room
-from benchmarks.bench_engine import (
+from benchmarks.engine.models import make_engine
+from benchmarks.engine.random_adapters import (
     MODULES,
     SETTINGS,
-    gpu_name,
-    make_engine,
+    attention_groups,
     random_adapters,
     register_adapters,
 )
-from benchmarks.record import record
+from benchmarks.record import gpu_name, record
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
-from slora_jax.memory.layout import GROUPS
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.step_shape import StepShape
 
@@ -57,7 +56,7 @@ class Workbench:
         self.vocab_size = self._first.model_config.vocab_size
         self.num_pages = self.runner.pool.shape[1]
         self.page_tokens = self._first.config.page_tokens
-        self.lora_groups = self.runner.expect(i for i, g in enumerate(GROUPS) if set(g) & set(MODULES))
+        self.lora_groups = self.runner.expect(attention_groups())
         self._adapters: dict[int, PreparedAdapter] = {}
         self.say(f"{self.num_pages} pages")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_engine import clear
+from benchmarks.engine.steps import clear
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 

@@ -15,7 +15,8 @@ import benchmarks.record
 from benchmarks.adapters.loads import LoadStream
 from benchmarks.adapters.workload import by_popularity, kv_room, running_lengths
 from benchmarks.bench_adapters import main
-from benchmarks.bench_engine import make_engine, make_resident, random_adapters, register_adapters
+from benchmarks.engine.models import make_engine
+from benchmarks.engine.random_adapters import make_resident, random_adapters, register_adapters
 
 TINY = "--model tiny --batch 4 --longest 24 --step-tokens 12 --num-pages 1200 --setting S1".split()
 Lines = dict[str, list[dict[str, Any]]]

@@ -1,0 +1,39 @@
+"""Engines of random weights in the shapes of known models."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from slora_jax import EngineConfig
+from slora_jax.engine import Engine
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+                   "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000},
+    "llama-3-8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+                   "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+    "llama-2-13b": {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40,
+                    "num_key_value_heads": 40, "intermediate_size": 13824, "vocab_size": 32000},
+    "tiny": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 512},
+}  # fmt: skip
+MAX_MODEL_LEN = 1040
+
+
+def make_engine(model: str, *, max_batch: int, **fields: Any) -> Engine:
+    """An engine of random weights in a model's shape."""
+    shape = {"model_type": "llama", "max_position_embeddings": 8192, **MODELS[model]}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        config = EngineConfig(
+            dtype="bfloat16",
+            enable_prefix_caching=False,  # every prompt is computed, also in a second run
+            load_format="dummy",
+            max_batch_size=max_batch,
+            max_step_tokens=fields.pop("max_step_tokens", 2048),
+            **fields,
+        )
+        return Engine.from_pretrained(folder, config=config)

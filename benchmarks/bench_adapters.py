@@ -20,7 +20,7 @@ from typing import Protocol
 from benchmarks.adapters import clustering, cold, fairness, loads, online, thrash
 from benchmarks.adapters.workbench import Workbench, cut_pool
 from benchmarks.engine.models import MODELS
-from benchmarks.sim_scheduler import POLICIES
+from benchmarks.papers import POLICIES, by_popularity
 from slora_jax import EngineConfig
 from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape
@@ -85,6 +85,11 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
     if args.no_unified_memory and "unified_memory" not in {f.name for f in dataclasses.fields(EngineConfig)}:
         parser.error("--no-unified-memory: this engine has no EngineConfig.unified_memory")
+    for kind in args.popularity:
+        try:
+            by_popularity(kind, 1)
+        except ValueError as error:
+            parser.error(f"--popularity: {error}")
     bench = Workbench(args, engine)
     if {"thrash", "online", "fairness", "cluster"} & set(args.what):  # before time is spent
         cut_pool(bench, args, max(args.working_set) if "thrash" in args.what else 1)

@@ -22,6 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.papers import (
+    LONGEST,
+    POLICIES,
+    SHORTEST,
+    by_popularity,
+    gamma_arrivals,
+    satisfaction,
+    vtc_bound,
+)
 from benchmarks.record import record
 from benchmarks.virtual_server import Arrival, StepCost, VirtualServer
 from slora_jax.config import EngineConfig
@@ -33,20 +42,6 @@ from slora_jax.scheduling.scheduler import StepPlan
 H200 = StepCost(step=3.5e-3, decode=48e-6, prefill=23e-6, adapter_page=1e-6, loaded_page=84e-6)
 # An A10G, roughly (0.6 TB/s, 70 TFLOP/s in use): it serves a little over two requests a second.
 A10G = StepCost(step=0.028, decode=0.35e-3, prefill=0.2e-3, adapter_page=7e-6, loaded_page=0.35e-3)
-LENGTHS = (8, 512)  # prompt and output tokens, uniform: the paper's workloads
-POLICIES = ("fcfs", "cluster", "vtc", "early-abort", "vtc+cluster+early-abort")
-
-
-def gamma_arrivals(rate: float, cv: float, seconds: float, rng: np.random.Generator) -> Iterator[float]:
-    """Times of a gamma process: `rate` a second, coefficient of variation `cv` of the gaps (S-LoRA)."""
-    now = 0.0
-    while (now := now + rng.gamma(1 / cv**2, cv**2 / rate)) < seconds:
-        yield now
-
-
-def popularity(n: int, alpha: float, rng: np.random.Generator) -> int:
-    """An adapter as S-LoRA's code draws it: floor(n * u^(1/alpha)); alpha 1 is uniform, less is skewed."""
-    return int(n * rng.power(alpha))
 
 
 def schedule_step(args: argparse.Namespace) -> None:
@@ -117,16 +112,17 @@ def early_abort(args: argparse.Namespace) -> None:
             dataclasses.replace(next(draws), time=t) for t in gamma_arrivals(rate, cv, args.seconds, rng)
         ]
         served.run(arrivals)
-        first = [
-            np.inf if r.request_id in served.reasons else r.metrics.time_to_first_token or np.inf
-            for r in served.requests
-        ]
-        within = np.asarray(first) < 6
-        satisfaction = np.where(within, 1 - (np.minimum(first, 6) / 6) ** 2, 0)
+        first = np.array(
+            [
+                np.inf if r.request_id in served.reasons else r.metrics.time_to_first_token or np.inf
+                for r in served.requests
+            ]
+        )
+        within = first < 6
         finished = len(served.requests) - len(served.reasons)
         case = {"policy": policy, "rate": rate, "cv": cv, "n": 200, "target_s": 6, "cost": "A10G"}
         extra = {
-            "satisfaction": round(float(satisfaction.mean()), 3),
+            "satisfaction": round(float(satisfaction(first, 6).mean()), 3),
             "throughput": round(finished / served.now, 3),
             "aborted": len(served.reasons),
             "requests": len(served.requests),
@@ -161,8 +157,8 @@ def cluster(args: argparse.Namespace) -> None:
 
 def vtc(args: argparse.Namespace) -> None:
     """Two tenants that always wait, one asking for thrice as much: the largest gap of their services."""
-    batch, longest = 32, LENGTHS[1]
-    bound = 2 * max(1.0 * longest, 2.0 * batch * 2 * longest)
+    batch = 32
+    bound = vtc_bound(batch, LONGEST)
     for policy in ("fcfs", "vtc", "vtc+cluster"):
         rng = np.random.default_rng(42)
         served = _server(policy, H200, batch=batch, num_pages=4000)
@@ -200,9 +196,10 @@ def _requests(
     adapters: list[Adapter], alpha: float, tenants: int, rng: np.random.Generator
 ) -> Iterator[Arrival]:
     """Requests of the paper's lengths, one adapter each, of so many tenants. Without end."""
+    pick = by_popularity(alpha, len(adapters))
     while True:
-        prompt, output = (int(x) for x in rng.integers(LENGTHS[0], LENGTHS[1] + 1, 2))
-        adapter = adapters[popularity(len(adapters), alpha, rng)]
+        prompt, output = (int(x) for x in rng.integers(SHORTEST, LONGEST + 1, 2))
+        adapter = adapters[pick(rng)]
         yield Arrival(0.0, prompt, output, adapter, f"tenant-{int(rng.integers(tenants))}")
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.adapters.workbench import Workbench, contended
-from benchmarks.adapters.workload import SHORTEST, add
+from benchmarks.adapters.workload import add
+from benchmarks.papers import SHORTEST
 from slora_jax.step_shape import StepShape
 
 

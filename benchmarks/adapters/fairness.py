@@ -9,8 +9,9 @@ import argparse
 import time
 
 from benchmarks.adapters.workbench import Workbench, contended
-from benchmarks.adapters.workload import SHORTEST, add
+from benchmarks.adapters.workload import add
 from benchmarks.engine.steps import clear
+from benchmarks.papers import SHORTEST, vtc_bound
 from slora_jax.request import Request
 from slora_jax.step_shape import StepShape
 
@@ -25,7 +26,7 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
 
     Services are priced as VTC prices them, and the bound is the one it proves.
     """
-    bound = 2 * max(1.0 * bench.longest, 2.0 * bench.batch * 2 * bench.longest)
+    bound = vtc_bound(bench.batch, bench.longest)
     for policy in args.fair_policies:
         engine, work = contended(bench, args, policy)
         services, gap = {"small": 0.0, "large": 0.0}, 0.0

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.adapters.workbench import Workbench, contended
-from benchmarks.adapters.workload import SHORTEST, add, closed_loop
+from benchmarks.adapters.workload import add, closed_loop
 from benchmarks.engine.steps import clear
-from benchmarks.sim_scheduler import gamma_arrivals
+from benchmarks.papers import SHORTEST, gamma_arrivals, satisfaction
 from slora_jax.step_shape import StepShape
 
 
@@ -73,11 +73,10 @@ def serve_arrivals(bench: Workbench, args: argparse.Namespace, policy: str) -> d
     seconds = np.array([first.get(r, np.inf) for r in asked])
     small = np.array([tenant == "small" for _, tenant in asked.values()])
     within = seconds < args.target
-    satisfaction = np.where(within, 1 - (np.minimum(seconds, args.target) / args.target) ** 2, 0)
     came = seconds[np.isfinite(seconds)]
     return {
         "attainment": round(float(within.mean()), 3),
-        "satisfaction": round(float(satisfaction.mean()), 3),
+        "satisfaction": round(float(satisfaction(seconds, args.target).mean()), 3),
         "attainment_small": round(float(within[small].mean()), 3),
         "attainment_large": round(float(within[~small].mean()), 3),
         "throughput": round(finished / now, 2),

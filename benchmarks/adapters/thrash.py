@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.adapters.workbench import Workbench, cut_pool
-from benchmarks.adapters.workload import SHORTEST, Window, Workload, by_popularity, closed_loop
+from benchmarks.adapters.workload import Window, Workload, closed_loop
 from benchmarks.engine.random_adapters import SETTINGS, make_resident, register_adapters
+from benchmarks.papers import SHORTEST, by_popularity
 from slora_jax.step_shape import StepShape
 
 

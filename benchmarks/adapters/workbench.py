@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import slora_jax.engine
-from benchmarks.adapters.workload import Workload, by_popularity, kv_room
+from benchmarks.adapters.workload import Workload, kv_room
 from benchmarks.engine.models import make_engine
 from benchmarks.engine.random_adapters import (
     MODULES,
@@ -24,6 +24,7 @@ from benchmarks.engine.random_adapters import (
     random_adapters,
     register_adapters,
 )
+from benchmarks.papers import by_popularity
 from benchmarks.record import gpu_name, record
 from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
@@ -121,7 +122,7 @@ def contended(
     cut = cut_pool(bench, args)
     engine = bench.engine(cut, scheduling_policy=policy, ttft_target_s=args.target, **fields)
     names = register_adapters(engine, bench.adapters(SETTINGS[args.setting]), args.adapters)
-    pick = by_popularity(str(args.alpha if alpha is None else alpha), len(names))
+    pick = by_popularity(args.alpha if alpha is None else alpha, len(names))
     return engine, Workload(names, pick, bench.longest, bench.vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""Requests in a steady state, who asks for which adapter, and a closed loop of them."""
+"""Requests in a steady state, and a closed loop of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engine.steps import clear
+from benchmarks.papers import SHORTEST
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 
-SHORTEST = 8  # tokens of a prompt or an output
 _WINDOWS = 20  # tries to measure one in which nothing is compiled
 
 
@@ -69,18 +69,6 @@ def kv_room(batch: int, longest: int, page_tokens: int) -> int:
     prompt, age, _ = running_lengths(2000 * batch, longest, np.random.default_rng(0))
     pages = -(-(prompt + age) // page_tokens)
     return int(np.percentile(pages.reshape(2000, batch).sum(1), 99.9)) + batch
-
-
-def by_popularity(name: str, n: int) -> Callable[[np.random.Generator], int]:
-    """Draws adapters of n: "zipf" with P(i) proportional to 1 / (i + 1), "uniform"; a number is S-LoRA's
-    alpha, floor(n * u^(1/alpha)).
-    """
-    if name not in ("zipf", "uniform"):
-        alpha = float(name)
-        return lambda rng: int(n * rng.power(alpha))
-    weights = 1 / np.arange(1, n + 1) if name == "zipf" else np.ones(n)
-    cumulative = np.cumsum(weights / weights.sum())
-    return lambda rng: min(n - 1, int(np.searchsorted(cumulative, rng.random(), side="right")))
 
 
 def add(engine: Engine, draw: Draw, **fields: Any) -> str:

@@ -25,6 +25,7 @@ from benchmarks.engine.random_adapters import (
     random_adapters,
     register_adapters,
 )
+from benchmarks.papers import LONGEST, SHORTEST, by_popularity
 from benchmarks.record import gpu_name, record
 from slora_jax import EngineConfig, SamplingParams
 from slora_jax.config import LORA_MODES
@@ -96,11 +97,11 @@ def ablation(args: argparse.Namespace) -> dict[str, Any]:
 def draw_requests(args: argparse.Namespace, vocab_size: int, names: Sequence[str]) -> list[Offline]:
     """The same ones for the same arguments."""
     rng, n = np.random.default_rng(42), len(names)
-    weights = 1 / np.arange(1, n + 1) if args.popularity == "zipf" else np.ones(max(n, 1))
+    pick = by_popularity(args.popularity, n)
     requests: list[Offline] = []
     for _ in range(args.requests):
-        length_in, length_out = rng.integers(8, 513, 2)
-        name = names[rng.choice(n, p=weights / weights.sum())] if n else None
+        length_in, length_out = rng.integers(SHORTEST, LONGEST + 1, 2)
+        name = names[pick(rng)] if n else None
         requests.append((rng.integers(0, vocab_size, length_in).tolist(), name, int(length_out)))
     return requests
 

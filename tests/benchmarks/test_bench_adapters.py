@@ -13,10 +13,11 @@ import pytest
 
 import benchmarks.record
 from benchmarks.adapters.loads import LoadStream
-from benchmarks.adapters.workload import by_popularity, kv_room, running_lengths
+from benchmarks.adapters.workload import kv_room, running_lengths
 from benchmarks.bench_adapters import main
 from benchmarks.engine.models import make_engine
 from benchmarks.engine.random_adapters import make_resident, random_adapters, register_adapters
+from benchmarks.papers import by_popularity
 
 TINY = "--model tiny --batch 4 --longest 24 --step-tokens 12 --num-pages 1200 --setting S1".split()
 Lines = dict[str, list[dict[str, Any]]]
@@ -147,3 +148,12 @@ def test_popularity_draws_what_its_name_says() -> None:
         draws = np.bincount([pick(rng) for _ in range(20_000)], minlength=4)
         assert draws[0] / 20_000 == pytest.approx(first, abs=0.02)
         assert len(draws) == 4
+
+
+@pytest.mark.parametrize("kind", ["zipfian", "0", "-1", "nan", "inf", ""])
+def test_a_popularity_that_draws_nothing_is_refused_before_anything_runs(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*TINY, "thrash", "--popularity", "zipf", kind])
+    assert f"--popularity: '{kind}' must be zipf, uniform, or S-LoRA's alpha" in capsys.readouterr().err

@@ -23,20 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
-
 from benchmarks.record import record
+from slora_jax import ModelConfig
+from tests.lora.peft_files import ATTENTION, write_peft_adapter
 
 N_REQUESTS, MAX_TOKENS, THREADS = 32, 64, 2
 RANKS = (4, 8, 12, 16, 24, 32, 48, 64)
-LAYERS, HIDDEN, KV = 30, 576, 192
-MODULES = {
-    "q_proj": (HIDDEN, HIDDEN),
-    "k_proj": (HIDDEN, KV),
-    "v_proj": (HIDDEN, KV),
-    "o_proj": (HIDDEN, HIDDEN),
-}
+SMOLLM2 = ModelConfig(49152, 576, 30, 9, 3, 64, 1536, 8192)
 TOPICS = (
     "the sea", "bread", "a good night's sleep", "how a bicycle stays upright", "the moon",
     "tea and how to make it",
@@ -53,31 +46,18 @@ QUESTIONS = (
 
 def write_adapters(folder: Path) -> dict[str, str]:
     """Random adapters in PEFT's format, one of each rank; their effect is small but not zero."""
-    rng = np.random.default_rng(0)
     paths = {}
     for rank in RANKS:
-        tensors = {}
-        for layer in range(LAYERS):
-            for module, (n_in, n_out) in MODULES.items():
-                key = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-                tensors[f"{key}.lora_A.weight"] = (rng.standard_normal((rank, n_in)) * 0.02).astype(
-                    np.float32
-                )
-                tensors[f"{key}.lora_B.weight"] = (rng.standard_normal((n_out, rank)) * 0.02).astype(
-                    np.float32
-                )
         path = folder / f"rank{rank}"
-        path.mkdir()
-        save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": rank,
-            "lora_alpha": rank,
-            "target_modules": list(MODULES),
-            "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        }
-        (path / "adapter_config.json").write_text(json.dumps(config))
+        write_peft_adapter(
+            path,
+            SMOLLM2,
+            dict.fromkeys(ATTENTION, rank),
+            alpha=rank,
+            std=0.02,
+            seed=rank,
+            base_model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
+        )
         paths[path.name] = str(path)
     return paths
 
@@ -209,7 +189,7 @@ def report(results: dict[tuple[str, str], dict[str, Any]]) -> None:
         )
         case = {"system": system, "mode": mode, "requests": N_REQUESTS, "ranks": list(RANKS)}
         case |= {
-            "modules": list(MODULES),
+            "modules": list(ATTENTION),
             "max_tokens": MAX_TOKENS,
             "model": "SmolLM2-135M",
             "dtype": "float32",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_engine decode --model llama-2-7b --batch 256 --distinct 0 256 --ranks 16
     python -m benchmarks.bench_engine mixed --model llama-2-7b --prompt-tokens 1792
-    python -m benchmarks.bench_engine offline --model llama-2-7b --setting S2 --n 100 1000
+    python -m benchmarks.bench_engine offline --model llama-2-7b --setting S2 --n 0 100 1000
 
 Each is a module of benchmarks/engine, which says what it measures. Results are appended to
 benchmarks/results/engine.jsonl.

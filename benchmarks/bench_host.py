@@ -27,6 +27,7 @@ import numpy as np
 
 import slora_jax.engine
 import slora_jax.runner
+from benchmarks.engine.models import hf_config
 from benchmarks.record import record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
 from slora_jax.batch import BatchBuilder
@@ -44,16 +45,7 @@ from slora_jax.step_shape import StepShape
 
 BATCH, RANKS, PROMPT_TOKENS, NUM_PAGES = 256, (64, 32, 16, 8), 128, 400_000
 JOIN_EVERY, JOINING = 4, 8  # of mixed batches: steps between prompts, and how many come
-MODEL = ModelConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    max_position_embeddings=8192,
-)
+MODEL = ModelConfig.from_hf(hf_config("llama-3-8b"))
 PARTS = {  # of a step: the method that does it
     "schedule": (StepLoop, "schedule"),
     "build": (BatchBuilder, "build"),

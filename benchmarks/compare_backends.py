@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.engine.models import random_engine
 from benchmarks.record import gpu_name, record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
 from slora_jax.cli import smollm2
-from slora_jax.engine import Engine
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import pack_adapter
 from slora_jax.lora.peft import LoraAdapter, LoraWeights, module_features
@@ -70,22 +69,20 @@ def run(
     config: ModelConfig, dtype: str, backend: str, *, step_tokens: int, tokens: int
 ) -> list[tuple[list[int], np.ndarray]]:
     """Tokens and logits of the batch."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config.to_hf()))
-        engine = Engine.from_pretrained(
-            folder,
-            config=EngineConfig(
-                dtype=dtype,  # type: ignore[arg-type]
-                enable_prefix_caching=False,
-                kernel_backend=backend,  # type: ignore[arg-type]
-                load_format="dummy",
-                max_batch_size=16,
-                max_step_tokens=step_tokens,
-                max_model_len=512,
-                num_pages=2000,
-                record_logits=True,
-            ),
-        )
+    engine = random_engine(
+        config.to_hf(),
+        EngineConfig(
+            dtype=dtype,  # type: ignore[arg-type]
+            enable_prefix_caching=False,
+            kernel_backend=backend,  # type: ignore[arg-type]
+            load_format="dummy",
+            max_batch_size=16,
+            max_step_tokens=step_tokens,
+            max_model_len=512,
+            num_pages=2000,
+            record_logits=True,
+        ),
+    )
     for i, ranks in enumerate(RANKS):
         adapter = random_adapter(config, ranks, i)
         packed = pack_adapter(adapter, engine._layout, jax.numpy.dtype(dtype))

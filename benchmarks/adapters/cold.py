@@ -7,22 +7,19 @@ The penalty is the difference of the medians.
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import tempfile
 import time
 from pathlib import Path
 
-import jax
+import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from benchmarks.adapters.workbench import Workbench, pinned_copy_bandwidth
 from benchmarks.engine.random_adapters import MODULES, register_adapters
 from slora_jax import SamplingParams
 from slora_jax.engine import Engine
-from slora_jax.lora.peft import module_features
 from slora_jax.step_shape import StepShape
+from tests.lora.peft_files import write_peft_adapter
 
 
 def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:
@@ -51,7 +48,8 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
             return 1e3 * (time.perf_counter() - started)
 
         with tempfile.TemporaryDirectory() as folder:
-            write_adapter(Path(folder), engine, rank)
+            ranks, dtype = dict.fromkeys(MODULES, rank), jnp.dtype(engine.config.dtype)
+            write_peft_adapter(Path(folder), engine.model_config, ranks, alpha=rank, std=0.02, dtype=dtype)
             hosts = register_adapters(engine, prepared, args.repeats + 2)
             disks = [f"disk{i}" for i in range(max(3, args.repeats // 3) + 2)]
             for name in disks:
@@ -76,18 +74,3 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
                     "requests": len(first),
                 }
                 bench.report("cold_first_token", case, round(come - there, 3), "ms", **extra)
-
-
-def write_adapter(folder: Path, engine: Engine, rank: int) -> None:
-    """A random adapter on q, k, v, o as PEFT saves it, in the engine's dtype."""
-    rng, tensors = np.random.default_rng(0), {}
-    dtype = jax.numpy.dtype(engine.config.dtype)
-    features = module_features(engine.model_config)
-    for layer, module in itertools.product(range(engine.model_config.num_hidden_layers), MODULES):
-        key = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-        n_in, n_out = features[module]
-        for name, shape in (("lora_A", (rank, n_in)), ("lora_B", (n_out, rank))):
-            tensors[f"{key}.{name}.weight"] = (0.02 * rng.standard_normal(shape, np.float32)).astype(dtype)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,26 @@ MODELS: dict[str, dict[str, Any]] = {
 MAX_MODEL_LEN = 1040
 
 
+def hf_config(model: str) -> dict[str, Any]:
+    """The `config.json` of one of MODELS."""
+    return {"model_type": "llama", "max_position_embeddings": 8192, **MODELS[model]}
+
+
 def make_engine(model: str, *, max_batch: int, **fields: Any) -> Engine:
-    """An engine of random weights in a model's shape."""
-    shape = {"model_type": "llama", "max_position_embeddings": 8192, **MODELS[model]}
+    """An engine of random weights in a model's shape; `fields` are EngineConfig's."""
+    config = EngineConfig(
+        dtype="bfloat16",
+        enable_prefix_caching=False,  # every prompt is computed, also in a second run
+        load_format="dummy",
+        max_batch_size=max_batch,
+        max_step_tokens=fields.pop("max_step_tokens", 2048),
+        **fields,
+    )
+    return random_engine(hf_config(model), config)
+
+
+def random_engine(shape: Mapping[str, Any], config: EngineConfig) -> Engine:
+    """An engine over a folder that has this `config.json` and nothing else: `load_format` must be "dummy"."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
-        config = EngineConfig(
-            dtype="bfloat16",
-            enable_prefix_caching=False,  # every prompt is computed, also in a second run
-            load_format="dummy",
-            max_batch_size=max_batch,
-            max_step_tokens=fields.pop("max_step_tokens", 2048),
-            **fields,
-        )
         return Engine.from_pretrained(folder, config=config)

@@ -1,6 +1,6 @@
 """Several benchmarks of one model in one process, on one engine: what compiles for minutes compiles once.
 
-    python -m benchmarks.together llama-2-7b "bench_adapters loads" "bench_engine offline --n 1000"
+    python -m benchmarks.together llama-2-7b "bench_adapters loads" "bench_engine decode --distinct 256"
 
 Each command is as it would be alone, without `--model`; one that wants another engine (`mixed`,
 `offline --lora-mode ..`) ends with a message. One that fails does not keep the others from running, nor
@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", choices=tuple(MODELS))
-    parser.add_argument("commands", nargs="+", metavar="COMMAND", help='"bench_engine offline --n 100"')
+    parser.add_argument(
+        "commands", nargs="+", metavar="COMMAND", help='"bench_engine offline --setting S2 --n 100"'
+    )
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     parser.add_argument("--max-lora-rank", type=int, default=64)

@@ -60,6 +60,9 @@ def run(args: argparse.Namespace, engine: Engine | None) -> None:
     slot = {"max_lora_rank": largest} if args.adapter_slots and largest else {}
     if engine is not None and chosen:
         raise SystemExit(f"offline: {', '.join(chosen)} need an engine of their own")
+    if max(args.n) and not all(SETTINGS[setting] for setting in args.setting):
+        some = ", ".join(setting for setting, ranks in SETTINGS.items() if ranks)
+        raise SystemExit(f"offline: adapters (--n above 0) have the ranks of a --setting: one of {some}")
     engine = engine or make_engine(args.model, max_batch=256, max_model_len=MAX_MODEL_LEN, **chosen, **slot)
     warm_with = set[bool]()
     for setting, n in itertools.product(args.setting, args.n):
@@ -130,7 +133,7 @@ def measure(
             engine.unload_adapter(name)
         register_adapters(engine, prepared, len(names))
         compiled = engine.num_compilations
-        loads, merges, started = engine.stats().adapter_loads, engine._runner.merges, time.perf_counter()
+        before, merges, started = engine.stats(), engine._runner.merges, time.perf_counter()
         tokens = run_all(engine, requests)
         seconds = time.perf_counter() - started
         if engine.num_compilations == compiled:
@@ -143,9 +146,9 @@ def measure(
         "seconds": round(seconds, 2),
         "output_tokens_per_s": round(tokens / seconds, 1),
         "requests": len(requests),
-        "adapter_loads": stats.adapter_loads - loads,
+        "adapter_loads": stats.adapter_loads - before.adapter_loads,
         "merges": engine._runner.merges - merges,
-        "preemptions": stats.preemptions,
+        "preemptions": stats.preemptions - before.preemptions,
     }
 
 

@@ -12,9 +12,18 @@ import pytest
 
 import benchmarks.record
 from benchmarks.bench_engine import main
-from benchmarks.engine import decode, profile
+from benchmarks.engine import decode, mixed, offline, profile
 from benchmarks.engine.models import make_engine
 from slora_jax.engine import Engine
+
+Lines = list[dict[str, Any]]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str, engine: Engine | None = None) -> Lines:
+    """The lines that a command recorded."""
+    monkeypatch.setattr(benchmarks.record, "RESULTS", folder)
+    main([*command.split(), "--model", "tiny"], engine)
+    return [json.loads(line) for line in (folder / "engine.jsonl").read_text().splitlines()]
 
 
 def test_what_the_pool_does_not_hold_is_said_and_not_timed(
@@ -37,7 +46,6 @@ def test_what_the_pool_does_not_hold_is_said_and_not_timed(
 def test_decodes_near_the_longest_context_run_to_the_last_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(benchmarks.record, "RESULTS", tmp_path)
     read, engines, running = profile.read_profile, list[Engine](), []
 
     def made(*args: Any, **fields: Any) -> Engine:
@@ -50,5 +58,61 @@ def test_decodes_near_the_longest_context_run_to_the_last_step(
 
     monkeypatch.setattr(decode, "make_engine", made)
     monkeypatch.setattr(profile, "read_profile", watched)
-    main("decode --model tiny --batch 2 --context 1030 --steps 4".split())
+    run(monkeypatch, tmp_path, "decode --batch 2 --context 1030 --steps 4")
     assert running == [2]
+
+
+def test_what_offline_counts_is_of_the_timed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not of the warm-up, nor of the settings before."""
+    run_all = offline.run_all
+
+    def preempted_once(engine: Engine, requests: Sequence[offline.Offline]) -> int:
+        engine._scheduler.preemptions += 1
+        return run_all(engine, requests)
+
+    monkeypatch.setattr(offline, "run_all", preempted_once)
+    monkeypatch.setattr(offline, "LONGEST", 12)
+    engine = make_engine("tiny", max_batch=2, max_model_len=32, max_step_tokens=32, num_pages=100)
+    lines = run(monkeypatch, tmp_path, "offline --setting S1 --n 0 2 --requests 3", engine)
+    assert [line["case"]["n"] for line in lines] == [0, 2]
+    assert [line["preemptions"] for line in lines] == [1, 1]
+    assert [line["adapter_loads"] for line in lines] == [0, 2]
+    assert all(line["value"] > 0 and line["requests"] == 3 for line in lines)
+
+
+def test_a_mixed_step_computes_the_prompts_beside_the_decodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mixed, "BATCH", 8)
+    monkeypatch.setattr(mixed, "DECODES", 4)
+    command = "mixed --context 20 --steps 4 --prompt-tokens 0 300 --distinct 2 --ranks 16/8"
+    lines = run(monkeypatch, tmp_path, command)
+    assert [line["tokens_of_last_step"] for line in lines] == [4, 304]
+    assert {line["case"]["ranks"] for line in lines} == {"16/8"}
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("decode --batch 4 0", "--batch must be at least 1"),
+        ("decode --distinct -1", "--distinct must be at least 0"),
+        ("decode --steps 0", "--steps must be at least 1"),
+        ("decode --ranks 16 8/", "--ranks: '8/' must be ranks of 1 and more"),
+        ("decode --batch 2 --distinct 3", "3 distinct adapters are more than a batch has sequences"),
+        ("mixed --prompt-tokens 1 -1", "--prompt-tokens must be at least 0"),
+        ("mixed --ranks 0", "--ranks: '0' must be ranks of 1 and more"),
+        ("mixed --context 2 --steps 4", "--context must be above half of --steps"),
+        ("offline --requests 0", "--requests must be at least 1"),
+        ("offline --setting S1 --n -1", "--n must be at least 0"),
+        ("offline --n 100", "have the ranks of a --setting: one of S1, S2, S4"),
+        ("offline --setting S1 none --n 0 100", "have the ranks of a --setting: one of S1, S2, S4"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_an_engine_is_made(
+    command: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (decode, mixed, offline):
+        monkeypatch.setattr(module, "make_engine", pytest.fail)
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert told in f"{ended.value} {capsys.readouterr().err}"

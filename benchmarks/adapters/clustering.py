@@ -7,6 +7,7 @@ adapters come twice. `passes` is how many later requests may go before one (`clu
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import Any
 
@@ -27,10 +28,7 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
     """Requests/s of as many as `cluster_requests`, first come first served and clustered, for each alpha."""
     for alpha in args.cluster_alpha:
         for policy, passes in (("fcfs", 0), *(("cluster", n) for n in args.cluster_passes)):
-            served = serve_all(bench, args, policy, passes, alpha)
-            if served["compilations"]:
-                bench.say("a step was compiled: measured again")
-                served = serve_all(bench, args, policy, passes, alpha)
+            served = bench.measured(functools.partial(serve_all, bench, args, policy, passes, alpha))
             case = {
                 "policy": policy, "passes": passes, "model": args.model, "n": args.adapters, "alpha": alpha,
                 "setting": args.setting, "batch": bench.batch, "adapters_in_pool": args.adapters_in_pool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import Any
 
@@ -28,10 +29,7 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
     """
     closed_loop(*contended(bench, args, "fcfs"), min(1.0, args.online_seconds))  # compiles
     for policy in args.policies:
-        served = serve_arrivals(bench, args, policy)
-        if served["compilations"]:
-            bench.say("a step was compiled: measured again")
-            served = serve_arrivals(bench, args, policy)
+        served = bench.measured(functools.partial(serve_arrivals, bench, args, policy))
         case = {
             "policy": policy, "model": args.model, "rate": args.rate, "cv": args.cv, "n": args.adapters,
             "alpha": args.alpha, "target_s": args.target, "setting": args.setting, "batch": bench.batch,

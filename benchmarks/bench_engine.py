@@ -36,6 +36,7 @@ BENCHMARKS: dict[str, tuple[Benchmark, str]] = {
     "decode": (decode, "milliseconds of a steady decode step"),
     "mixed": (mixed, "milliseconds of a step of decodes and prompts"),
 }
+# What an option must be, so that something is measured.
 LEAST = {"batch": 1, "steps": 1, "requests": 1, "distinct": 0, "n": 0, "prompt_tokens": 0}
 
 

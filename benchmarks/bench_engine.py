@@ -61,7 +61,10 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
         parser.error("--context must be above half of --steps: the steps have this context in the mean")
     if any("=" not in option for option in args.xla):
         parser.error("--xla takes OPTION=VALUE")
+    if args.xla and engine is not None:
+        parser.error("--xla wants an engine of its own: this one has compiled steps without")
     GPU_OPTIONS.update(option.split("=", 1) for option in args.xla)
+    args.variant = {"xla": args.xla} if args.xla else {}  # of a case
     args.run(args, engine)
 
 

@@ -126,6 +126,7 @@ def measure(
     clear(engine)
     case = {"model": args.model, "batch": batch, "context": args.context, "distinct": len(names)}
     case["ranks"] = "/".join(map(str, ranks)) if names else ""
+    case |= args.variant
     extra = {
         "floor_ms": round((params + kv_bytes(engine, tokens) + adapters) / COPY_BANDWIDTH * 1e3, 3),
         "adapter_floor_ms": round(adapters / COPY_BANDWIDTH * 1e3, 3),

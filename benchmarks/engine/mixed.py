@@ -65,5 +65,6 @@ def run(args: argparse.Namespace, engine: Engine | None) -> None:
         case = {"model": args.model, "decodes": DECODES, "context": args.context}
         case["prompt_tokens"] = prompt_tokens
         case |= {"distinct": args.distinct, "ranks": args.ranks} if names else {}
+        case |= args.variant
         extra = {"tokens_of_last_step": computed, **profiled, "backend": runner.backend.name}
         report_step("mixed_step", case, milliseconds, first_steps, extra)

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, engine: Engine | None) -> None:
         warm = engine.num_compilations
         seconds, done = measure(engine, requests, names, prepared)
         case = {"model": args.model, "setting": setting, "n": n, "popularity": args.popularity}
-        case |= chosen
+        case |= chosen | args.variant
         extra = {
             **done,
             "compilations": {"before": warm - before, "seconds": round(compiling, 1), "while_timed": 0},

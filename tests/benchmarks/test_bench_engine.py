@@ -15,6 +15,7 @@ from benchmarks.bench_engine import main
 from benchmarks.engine import decode, mixed, offline, profile
 from benchmarks.engine.models import make_engine
 from slora_jax.engine import Engine
+from slora_jax.programs import GPU_OPTIONS
 
 Lines = list[dict[str, Any]]
 
@@ -41,6 +42,22 @@ def test_what_the_pool_does_not_hold_is_said_and_not_timed(
         main(command.split())
     (line,) = map(json.loads, (tmp_path / "engine.jsonl").read_text().splitlines())
     assert line["case"]["batch"] == 1
+
+
+def test_what_is_compiled_with_other_options_is_another_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(GPU_OPTIONS, "xla_option", "0")  # restored when the test is over
+    command = "decode --batch 1 --context 20 --steps 4 --xla xla_option=1"
+    (line,) = run(monkeypatch, tmp_path, command)
+    assert line["case"]["xla"] == ["xla_option=1"]
+    assert GPU_OPTIONS["xla_option"] == "1"
+    with pytest.raises(SystemExit):
+        main(
+            [*command.split(), "--model", "tiny"],
+            make_engine("tiny", max_batch=1, num_pages=20, max_model_len=64),
+        )
+    assert "wants an engine of its own" in capsys.readouterr().err
 
 
 def test_decodes_near_the_longest_context_run_to_the_last_step(

@@ -230,7 +230,7 @@ class RequestIntake:
             if self._is_taken(request.request_id) or request.request_id in ids:
                 raise ValueError(
                     f"request id '{request.request_id}' is in use; ids must differ among requests that have "
-                    "not ended, or have events that were not handed out"
+                    "not ended, have events that were not handed out, or a stream that was not closed"
                 )
             ids.add(request.request_id)
             self._check_room(max(s.max_len for s in request.sequences), request.adapter)

@@ -23,24 +23,24 @@ class _Interrupts:
     """The process's SIGINT handler while it is held back. All of it runs in the main thread."""
 
     def __init__(self) -> None:
-        self._depth = 0  # of `held`
+        self.depth = 0  # of `held`
         self._open = 0  # the depth in which it is let in
         self._handler: Any = None  # the one held back; None: none, or one that is not Python's
         self._installed = self._came = False
 
     def hold(self) -> None:
-        if self._depth == 0:
+        if self.depth == 0:
             self._came, self._handler = False, None
             handler = signal.getsignal(signal.SIGINT)
             self._handler = handler if callable(handler) else None
         if not self._installed and self._handler is not None:
             signal.signal(signal.SIGINT, self._note)
             self._installed = True
-        self._depth += 1
+        self.depth += 1
 
     def release(self) -> None:
-        self._depth -= 1
-        if self._depth in (0, self._open):
+        self.depth -= 1
+        if self.depth in (0, self._open):
             self._restore()
 
     @contextlib.contextmanager
@@ -48,7 +48,7 @@ class _Interrupts:
         if not self._installed:
             yield
             return
-        outer, self._open = self._open, self._depth
+        outer, self._open = self._open, self.depth
         try:
             self._restore()
             yield
@@ -77,7 +77,7 @@ class _Interrupts:
         self._came = False
         with contextlib.suppress(ValueError):  # of a fork that is not the main interpreter's
             self._restore()
-        self._depth = self._open = 0
+        self.depth = self._open = 0
 
 
 _interrupts = _Interrupts()
@@ -95,6 +95,11 @@ class held(contextlib.ContextDecorator):
     def __exit__(self, *exc: object) -> None:
         if threading.get_ident() == threading.main_thread().ident:
             _interrupts.release()
+
+
+def are_held() -> bool:
+    """Whether the calling thread is inside what is `held`."""
+    return threading.get_ident() == threading.main_thread().ident and _interrupts.depth > 0
 
 
 def let_in() -> contextlib.AbstractContextManager[None]:

@@ -59,9 +59,11 @@ class Outbox:
         self.ready = [event for event in self.ready if event.request_id != request_id]
         return self._kept.pop(request_id, []) + own
 
-    def holds(self, request_id: str) -> bool:
-        """Whether a request has events that were not handed out."""
-        return request_id in self._kept or any(event.request_id == request_id for event in self.ready)
+    def knows(self, request_id: str) -> bool:
+        """Whether a request has events that were not handed out, or a stream that was not closed."""
+        if request_id in self._kept or request_id in self._streamed:
+            return True
+        return any(event.request_id == request_id for event in self.ready)
 
     def has_any_for_step(self) -> bool:
         """Whether there are events of requests that no stream has."""

@@ -42,8 +42,8 @@ class RequestTable(Mapping[str, Request]):
         return list(self._requests)
 
     def is_taken(self, request_id: str) -> bool:
-        """Whether a request of this id has not ended, or has events that were not handed out."""
-        return request_id in self._requests or self._outbox.holds(request_id)
+        """Whether a request of this id has not ended, has events that were not handed out, or a stream."""
+        return request_id in self._requests or self._outbox.knows(request_id)
 
     def add(self, requests: Seq[Request], *, queue_limits: bool) -> None:
         """Queue all of these, whose ids are free, or none: LimitExceededError where they exceed a limit, with

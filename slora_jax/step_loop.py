@@ -28,6 +28,7 @@ from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.scheduling.scheduler import Scheduler, StepPlan
 from slora_jax.step_times import StepTimes
 
+_EXIT_WAIT = 5.0  # seconds that an exit waits for a step of another thread
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
 
@@ -76,8 +77,13 @@ class StepLoop:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Meanwhile no stream is left: those that are closed wait for the next step."""
+        """Meanwhile no stream is left: those that are closed wait for the next step. In a daemon thread of a
+        process that exits nothing begins any more.
+        """
         before, self._at_work = self._at_work, True
+        if self.closed and not before and threading.current_thread().daemon:
+            self._at_work = False
+            threading.Event().wait()  # for the end of the process
         try:
             yield
         finally:
@@ -93,7 +99,7 @@ class StepLoop:
         self._times.begin()
         self.take_over()
         while self._left:
-            self.leave(self._left.pop())
+            self._leave_now(self._left.pop())
         with self.working():
             for overdue in self._scheduler.waiting.overdue(running=len(self._scheduler.running)):
                 self._requests.end(overdue.request, "abort", overdue.reason, overdue.retry_after_s)
@@ -176,16 +182,20 @@ class StepLoop:
                     sequence.pending = 0
             self._scheduler.preempt_all()
 
-    @interrupts.held()
     def leave(self, requests: Seq[Request]) -> None:
         """Whoever asked for these requests goes: end them, and with the last ones the step ahead.
 
-        A stream that nobody has any more is closed by Python, perhaps in the middle of the engine's work or
-        in another thread: the next step then does it.
+        A stream that nobody has any more is closed by Python, perhaps in the middle of an engine's work (a
+        Ctrl-C that is due there must not be raised here, where Python drops it) or in another thread: the
+        next step then does it.
         """
-        if self._at_work or threading.get_ident() != self._owner:
+        if self._at_work or interrupts.are_held() or not self._is_mine():
             self._left.append(requests)
-            return
+        else:
+            self._leave_now(requests)
+
+    @interrupts.held()
+    def _leave_now(self, requests: Seq[Request]) -> None:
         with self.working():
             for request in requests:
                 if self._requests.get(request.request_id) is request:
@@ -195,16 +205,27 @@ class StepLoop:
                 self._finish_in_flight()
 
     def close(self) -> None:
-        """End all requests: the process exits, whose streams cannot be left once Python takes modules down.
-        Does nothing where another thread runs the steps.
+        """The process exits, whose streams cannot be left once Python takes modules down: end all requests.
+
+        A thread that runs steps by now is a daemon, which Python stops anywhere: it begins no further step,
+        and the one that it is in, and the device, are waited for, though not for long.
         """
-        if threading.get_ident() != self._owner:
-            return
         self.closed = True
+        if any(thread.ident == self._owner for thread in threading.enumerate()) and not self._is_mine():
+            until = time.monotonic() + _EXIT_WAIT
+            while self._at_work and time.monotonic() < until:
+                time.sleep(0.001)
+            if not self._at_work:
+                self._runner.wait()
+            return
         with self.working():
             for request in list(self._requests.values()):
                 self._requests.end(request, "abort")
             self._finish_in_flight()
+
+    def _is_mine(self) -> bool:
+        """Whether the calling thread is the one that runs steps."""
+        return threading.get_ident() == self._owner
 
     def _finish_in_flight(self) -> None:
         """Of the last step, whose tokens nobody wants: a process must not exit while it runs."""

@@ -20,6 +20,7 @@ from slora_jax import SamplingParams, interrupts
 from slora_jax.engine import Engine
 from slora_jax.outputs import StreamEvent
 from slora_jax.runner import ModelRunner
+from slora_jax.scheduling.scheduler import StepPlan
 from tests.engine.simulated_engine import simulated_engine
 from tests.engine.simulated_runner import BASE, SimulatedInFlight
 from tests.engine.slow_loading import busy_bench, finish, want
@@ -296,3 +297,26 @@ def test_ctrl_c_in_generate_ends_its_requests_only(monkeypatch: pytest.MonkeyPat
         engine.generate([[7, 7, 7]], None, SamplingParams(max_tokens=9))
     engine.check_integrity()
     assert finish(bench) == wanted
+
+
+def test_it_is_not_lost_where_python_closes_another_engine_s_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is raised while Python closes a stream that nobody has any more, Python drops."""
+    idle, busy = (simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16) for _ in range(2))
+    params = SamplingParams(max_tokens=6)
+    streams = [idle.stream([[4, 5]], sampling_params=params)]
+    next(streams[0])
+    schedule = busy._loop.schedule
+
+    def interrupted() -> StepPlan:
+        signal.raise_signal(signal.SIGINT)
+        streams.clear()
+        return schedule()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(busy._loop, "schedule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            busy.generate([[1, 2, 3]], sampling_params=params)
+    for engine in (idle, busy):
+        engine.step()
+        assert not engine.requests
+        engine.check_integrity()

@@ -240,6 +240,26 @@ def test_an_id_is_taken_until_its_last_event_is_handed_out(ended_in: str) -> Non
     assert engine.add_request([7], None, params, "request-2") == "request-2"
 
 
+@pytest.mark.parametrize("ends_by", ["being closed", "its end"])
+def test_an_id_is_taken_as_long_as_its_stream_is_open(ends_by: str) -> None:
+    """Its request has ended and its last event is handed out, but a stream gets what comes for its ids."""
+    engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
+    params = SamplingParams(max_tokens=2)
+    stream = engine.stream([[4, 5]], sampling_params=params)
+    while (event := next(stream)).finish_reason is None:
+        pass
+    assert not engine.requests
+    with pytest.raises(ValueError, match=r"in use; .* or a stream that was not closed"):
+        engine.add_request([7], None, params, event.request_id)
+    [out] = engine.generate([[1, 2, 3]], sampling_params=params)  # takes another id by itself
+    assert out.token_ids == expected_tokens([1, 2, 3], BASE, 2, VOCAB)
+    if ends_by == "its end":
+        assert list(stream) == []
+    else:
+        stream.close()  # type: ignore[attr-defined]
+    assert engine.add_request([7], None, params, event.request_id) == event.request_id
+
+
 def test_a_stream_whose_id_was_taken_meanwhile_leaves_that_request_alone() -> None:
     engine = simulated_engine(num_pages=60, max_batch_size=4, max_step_tokens=16)
     stream = engine.stream([[4, 5]], sampling_params=SamplingParams(max_tokens=6))  # queued when it is read

@@ -34,6 +34,29 @@ streams = [engine.stream([[1, 2, 3]], None, greedy) for _ in range(2)]
 for _ in engine.stream([[1, 2, 3]], None, greedy):
     sys.exit(0)
 """,
+    "a stream that a thread stepped last": """
+import asyncio
+stream = engine.stream([[1, 2, 3]], None, greedy)
+asyncio.run(asyncio.to_thread(next, stream))
+""",
+    "a stream beside a thread that generated": """
+import threading
+stream = engine.stream([[1, 2, 3]], None, greedy)
+next(stream)
+thread = threading.Thread(target=engine.generate, args=([[4]], None, greedy))
+thread.start()
+thread.join()
+""",
+    "a daemon thread that goes on": """
+import threading
+begun, greedy = threading.Event(), SamplingParams(max_tokens=100, temperature=0)
+def work():
+    while True:
+        for _ in engine.stream([[1, 2, 3]], None, greedy):
+            begun.set()
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+""",
 }
 
 

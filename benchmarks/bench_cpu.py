@@ -29,7 +29,16 @@ from tests.lora.peft_files import ATTENTION, write_peft_adapter
 
 N_REQUESTS, MAX_TOKENS, THREADS = 32, 64, 2
 RANKS = (4, 8, 12, 16, 24, 32, 48, 64)
-SMOLLM2 = ModelConfig(49152, 576, 30, 9, 3, 64, 1536, 8192)
+SMOLLM2 = ModelConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    max_position_embeddings=8192,
+)
 TOPICS = (
     "the sea", "bread", "a good night's sleep", "how a bicycle stays upright", "the moon",
     "tea and how to make it",

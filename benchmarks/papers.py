@@ -48,6 +48,8 @@ def satisfaction(first_token: np.ndarray, target_s: float) -> np.ndarray:
 def vtc_bound(batch: int, longest: int) -> float:
     """What services of two tenants that always wait may differ by under VTC, in priced tokens.
 
-    Input tokens cost 1, output tokens 2; a batch holds prompts and outputs of `longest` tokens each.
+    2 max(w_p L_in, w_q M), the bound of VTC's paper (Sheng et al., OSDI 2024): w_p = 1 a prompt's token,
+    w_q = 2 an output's; L_in = `longest`; M = 2 * batch * longest, the tokens of a batch of the longest
+    prompts and outputs.
     """
     return 2 * max(1.0 * longest, 2.0 * batch * 2 * longest)

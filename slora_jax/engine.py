@@ -255,7 +255,7 @@ class Engine:
     @interrupts.held()
     def abort(self, request_id: str) -> list[StreamEvent]:
         """End a request now and free what it holds; its last events ("abort") behind those that no `step` has
-        handed out yet, or [] where there is no such request. A `stream` that is open gets them itself.
+        handed out yet; those alone of a request that has ended. A `stream` that is open gets them itself.
         """
         with self._loop.working():
             request = self._requests.get(request_id)
@@ -468,18 +468,17 @@ class Engine:
                     events, self._outbox.ready = self._outbox.ready, []
                 yield from events
         finally:
-            if not self._loop.closed:
-                try:
-                    self._loop.leave(requests)
-                except KeyboardInterrupt:
-                    self._loop.leave(requests)  # that one came before it had begun
-                    raise
+            try:
+                self._loop.leave(requests)
+            except KeyboardInterrupt:
+                self._loop.leave(requests)  # that one came before it had begun
+                raise
 
     @interrupts.held()
     def _queue(self, requests: Seq[Request], *, queue_limits: bool = True) -> None:
         """All of them, or none and an error."""
         with self._loop.working():
-            self._intake.check_again(requests)
+            self._intake.check_can_queue(requests)
             self._requests.add(requests, queue_limits=queue_limits)
 
 

@@ -51,7 +51,7 @@ class RequestLimits:
             max_model_len=size.max_model_len,
             max_logprobs=config.max_logprobs,
             page_tokens=config.page_tokens,
-            usable_pages=size.num_pages - 1 - (size.adapter_pages or 0),
+            usable_pages=size.usable_by_kv,
             unified_memory=size.adapter_pages is None,
         )
 
@@ -62,7 +62,8 @@ class RequestLimits:
         if len(tokens) >= self.max_model_len:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens; with at least one token of output the limit is "
-                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
+                f"{self.max_model_len - 1} (max_model_len {self.max_model_len}): shorten it, or raise "
+                "max_model_len where the model and the pool allow it"
             )
 
     def check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -83,7 +84,9 @@ class RequestLimits:
 
 
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    """A prompt's tokens. Raises ValueError for ids outside the vocabulary, and for text that is none."""
+    """A prompt's tokens. Raises ValueError for ids outside the vocabulary, for text that is no Unicode, and
+    for text where there is no tokenizer.
+    """
     if not isinstance(prompt, str):
         return as_token_ids(prompt, vocab_size)
     if tokenizer is None:
@@ -221,9 +224,9 @@ class RequestIntake:
             return 0, 0
         return 0 if adapter is None else adapter.num_pages, self._adapters.pinned_pages(beside=adapter)
 
-    def check_again(self, requests: Seq[Request]) -> None:
-        """Raise ValueError where requests that were made cannot be queued together: an id is in use by now,
-        or adapters that were pinned since left no room.
+    def check_can_queue(self, requests: Seq[Request]) -> None:
+        """Raise ValueError where requests that were made cannot be queued together: an id is in use, or comes
+        twice, or adapters that were pinned since left no room.
         """
         ids: set[str] = set()
         for request in requests:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -28,6 +29,8 @@ from slora_jax.runner import InFlight, ModelRunner
 from slora_jax.scheduling.scheduler import Scheduler, StepPlan
 from slora_jax.step_times import StepTimes
 
+logger = logging.getLogger(__name__)
+
 _EXIT_WAIT = 5.0  # seconds that an exit waits for a step of another thread
 _LOAD_WAIT = 0.01  # seconds that a step waits for an adapter's read where it has nothing else to do
 
@@ -43,8 +46,7 @@ class StepLoop:
 
     Counters: `num_steps` launched; `prefilled_tokens`, of prompts, recomputed ones included; `output_tokens`
     collected; `prompt_tokens` of prompts whose first token came, cached ones included. `last_step_seconds` is
-    how long the host took for the step launched last, which computes `last_step_tokens`. `closed`: the
-    process exits, and there is nothing to leave any more.
+    how long the host took for the step launched last, which computes `last_step_tokens`.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class StepLoop:
         self._left: list[Seq[Request]] = []  # of streams that were closed meanwhile
         self.num_steps = self.prompt_tokens = self.prefilled_tokens = self.output_tokens = 0
         self.last_step_seconds, self.last_step_tokens = 0.0, 0
-        self.closed = False
+        self._closed = False
         _LOOPS.add(self)
 
     @property
@@ -81,7 +83,7 @@ class StepLoop:
         process that exits nothing begins any more.
         """
         before, self._at_work = self._at_work, True
-        if self.closed and not before and threading.current_thread().daemon:
+        if self._closed and not before and threading.current_thread().daemon:
             self._at_work = False
             threading.Event().wait()  # for the end of the process
         try:
@@ -189,6 +191,8 @@ class StepLoop:
         Ctrl-C that is due there must not be raised here, where Python drops it) or in another thread: the
         next step then does it.
         """
+        if self._closed:
+            return
         if self._at_work or interrupts.are_held() or not self._is_mine():
             self._left.append(requests)
         else:
@@ -210,12 +214,14 @@ class StepLoop:
         A thread that runs steps by now is a daemon, which Python stops anywhere: it begins no further step,
         and the one that it is in, and the device, are waited for, though not for long.
         """
-        self.closed = True
+        self._closed = True
         if any(thread.ident == self._owner for thread in threading.enumerate()) and not self._is_mine():
             until = time.monotonic() + _EXIT_WAIT
             while self._at_work and time.monotonic() < until:
                 time.sleep(0.001)
-            if not self._at_work:
+            if self._at_work:
+                logger.warning("the process ends in the middle of an engine's step: %s", self.under_way())
+            else:
                 self._runner.wait()
             return
         with self.working():
@@ -234,7 +240,9 @@ class StepLoop:
             self._in_flight = None
 
     def under_way(self) -> str:
-        """See `Engine.under_way`."""
+        """The last step planned and its requests, those that have not ended, adapters in transfer. Safe in
+        any thread, also while `step` runs.
+        """
         plan, packed, requests = self._planned, self._runner.packed, self._requests.ids()
         shape = f" (shape: {packed[1]})" if packed is not None and packed[0] is plan else ""
         stepped = dict.fromkeys(chunk.sequence.request.request_id for chunk in plan)
@@ -295,5 +303,7 @@ class StepLoop:
 @atexit.register
 def _close_all() -> None:
     for loop in list(_LOOPS):
-        with contextlib.suppress(Exception):  # of a device that failed: its step is over
+        try:
             loop.close()
+        except Exception:
+            logger.warning("the process ends, and an engine's last step failed", exc_info=True)

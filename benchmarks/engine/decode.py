@@ -27,7 +27,9 @@ from slora_jax.engine import Engine
 from slora_jax.runner import InFlight
 from slora_jax.scheduling.scheduler import StepPlan
 
-COPY_BANDWIDTH = 4.3e12  # bytes/s of one H200, measured by bench_kernels
+READ_RATE = (
+    4.3e12  # bytes/s of one H200: decode attention reads as fast (bench_kernels), a copy 3.8 to 4.1e12
+)
 FIRST_STEPS, PROFILED = 4, 12  # steps before and behind the timed ones
 
 
@@ -128,8 +130,8 @@ def measure(
     case["ranks"] = "/".join(map(str, ranks)) if names else ""
     case |= args.variant
     extra = {
-        "floor_ms": round((params + kv_bytes(engine, tokens) + adapters) / COPY_BANDWIDTH * 1e3, 3),
-        "adapter_floor_ms": round(adapters / COPY_BANDWIDTH * 1e3, 3),
+        "floor_ms": round((params + kv_bytes(engine, tokens) + adapters) / READ_RATE * 1e3, 3),
+        "adapter_floor_ms": round(adapters / READ_RATE * 1e3, 3),
         "mean_context": round(tokens / batch, 1),
         "late_launches": len(late),
         **profiled,

@@ -29,7 +29,9 @@ def read_profile(folder: str, steps: int, milliseconds: float) -> dict[str, Any]
     """Share of a step that the GPU idles, and the shares of its busy time by kind of kernel.
 
     `idle_share` is of a step of so many milliseconds as timed without the profiler, which holds the host up:
-    what the traced steps' kernels do not fill of it, between steps or between kernels.
+    what the traced steps' kernels do not fill of it, between steps or between kernels. `busy_ms` is a traced
+    step's time in kernels, `kernels_ms` that of the longest by name, `longest_gaps_us` what lay between two
+    kernels. Without a GPU `idle_share` is None, and the rest absent.
     """
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     spans: list[tuple[float, float, str]] = []

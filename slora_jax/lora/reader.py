@@ -21,8 +21,8 @@ from slora_jax.memory.layout import RANK_BLOCK, PageLayout
 
 @dataclasses.dataclass(frozen=True)
 class AdapterReader:
-    """Holds nothing of what it reads, and may be used in any thread. `dtype` is the pool's; `host_copy` makes
-    an adapter's pages ready to be copied to the device.
+    """Reads adapters for one engine, in any thread, and keeps nothing of them. `dtype` is the pool's;
+    `host_copy` makes an adapter's pages ready to be copied to the device.
     """
 
     model_config: ModelConfig

@@ -1,7 +1,7 @@
 """Puts adapters under names and takes them away: read or trusted, checked, then entered into the store.
 
 What may be called while requests are under way, and when a name's pages stay. How pages are got and lost
-is `store.py`'s, how weights come from disk to the device `loader.py`'s.
+is `store.py`'s, how weights come from disk `reader.py`'s, and to the device `loader.py`'s.
 """
 
 from __future__ import annotations

@@ -28,6 +28,11 @@ class PoolSize:
     adapter_pages: int | None = None  # of num_pages, for adapters alone; None: unified memory
     slot_pages: int | None = None  # of these, for each adapter
 
+    @property
+    def usable_by_kv(self) -> int:
+        """All but the reserved page and those of adapters alone; `PagePool.usable_for` says the same."""
+        return self.num_pages - 1 - (self.adapter_pages or 0)
+
 
 def size_pool(
     model: ModelConfig, config: EngineConfig, layout: PageLayout, mesh: jax.sharding.Mesh

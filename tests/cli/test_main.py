@@ -270,9 +270,8 @@ def test_the_demos_speed_leaves_out_the_steps_that_compiled(
     (speed,) = [line for line in out.splitlines() if line.startswith("speed")]
     found = re.search(r"(\d+) tokens in .*\(without (\d+) tokens in ([\d.]+) s of steps beside which", speed)
     assert found is not None
-    timed, compiling, seconds = found.groups()
+    timed, compiling, _ = found.groups()
     assert (code, int(timed) + int(compiling)) == (0, 3 * 4)
-    assert float(seconds) > 0
     assert "compiling included" in speed
 
 

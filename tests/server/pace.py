@@ -12,6 +12,7 @@ from slora_jax.outputs import StreamEvent
 
 _MODULES = (  # that read the time of an engine's requests and steps; asyncio keeps the real one
     "slora_jax.engine",
+    "slora_jax.step_loop",
     "slora_jax.intake",
     "slora_jax.completion",
     "slora_jax.step_times",

@@ -12,7 +12,7 @@ from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.errors import UnknownAdapterError, some_of
 from slora_jax.intake import RequestLimits
 from slora_jax.lora.peft import promised_ranks
-from slora_jax.lora.peft_folder import adapter_folder
+from slora_jax.lora.peft_folder import folder_stamp
 from slora_jax.memory.layout import PageLayout
 from slora_jax.memory.sizing import size_pool
 from slora_jax.models.rope import Rope
@@ -40,7 +40,7 @@ def check_before_loading(
     it shows without them.
 
     The pool is never larger than it would be now: what does not fit now, would not then. Of adapters only
-    configs are read; with `lazy_adapters`, of which there may be very many, their folders must exist.
+    configs are read; with `lazy_adapters`, of which there may be very many, their files must exist.
     """
     Rope.from_config(model_config)
     gc.collect()  # memory of an engine that was dropped is free
@@ -49,7 +49,7 @@ def check_before_loading(
         choose_backend(model_config, config, mesh, layout)
     for path in adapters.values():
         if config.lazy_adapters:
-            adapter_folder(path)
+            folder_stamp(path)
         else:
             promised_ranks(path, model_config, max_rank=config.max_lora_rank)
     return RequestLimits.of(model_config, config, size)

@@ -16,6 +16,7 @@ from slora_jax.errors import (
     AdapterExistsError,
     CheckpointError,
     LimitExceededError,
+    PromptError,
     UnknownAdapterError,
 )
 from slora_jax.outputs import (
@@ -47,6 +48,7 @@ __all__ = [
     "LimitExceededError",
     "LoadStats",
     "ModelConfig",
+    "PromptError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

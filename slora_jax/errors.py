@@ -58,6 +58,14 @@ def some_of(names: Iterable[str]) -> str:
     return ", ".join(every[:_SHOWN]) + more if every else "none"
 
 
+class PromptError(ValueError):
+    """A prompt of several that cannot be served, for which none was queued: its place among them, and why."""
+
+    def __init__(self, prompt_index: int, reason: str) -> None:
+        super().__init__(f"prompts[{prompt_index}]: {reason}")
+        self.prompt_index, self.reason = prompt_index, reason
+
+
 class AdapterExistsError(ValueError):
     """An adapter of this name is registered already; unload it first or load with `replace=True`."""
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from slora_jax.checks import as_kind, as_list
 from slora_jax.config import EngineConfig, ModelConfig
+from slora_jax.errors import PromptError, UnknownAdapterError
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.memory.sizing import PoolSize
 from slora_jax.outputs import RequestMetrics
@@ -121,7 +122,7 @@ class RequestIntake:
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[Request]:
-        """A Request for each prompt; the note on an error says which prompt it is of."""
+        """A Request for each prompt; raises PromptError, or UnknownAdapterError with the prompt as a note."""
         every = _prompts(prompts)
         names = _one_each(
             "adapter_ids", str, [None] * len(every) if adapter_ids is None else adapter_ids, len(every)
@@ -139,9 +140,11 @@ class RequestIntake:
                     self.new_id(), prompt, names[i], params[i], tenant, priority, deadline_s
                 )
                 requests.append(self.one(asked, prompt_index=i))
-        except (ValueError, LookupError) as error:
-            error.add_note(f"in prompt {len(requests)} of {len(every)}")
+        except UnknownAdapterError as error:
+            error.add_note(f"of prompts[{len(requests)}]")
             raise
+        except ValueError as error:
+            raise PromptError(len(requests), str(error)) from error
         return requests
 
     def new_id(self) -> str:

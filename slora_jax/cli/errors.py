@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from slora_jax.errors import UnknownAdapterError, printable
+from slora_jax.errors import UnknownAdapterError
 
 
 class InputError(Exception):
@@ -18,6 +18,4 @@ def reading_input() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, UnknownAdapterError) as error:
-        message = " ".join(str(error).split())
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise InputError(printable(message + notes)) from error
+        raise InputError(" ".join(str(error).split())) from error

@@ -22,6 +22,7 @@ from slora_jax.cli.flags import (
     name_and_path,
     unique_adapters,
 )
+from slora_jax.cli.output import print_json, tell
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
 from slora_jax.errors import LimitExceededError, some_of
@@ -309,13 +310,13 @@ def _print_whole(
         places[event.prompt_index, event.index].add(event)
     for answer in answers:
         if as_json:
-            _print_json(dataclasses.asdict(answer))
+            print_json(dataclasses.asdict(answer))
             continue
         if len(answers) > 1:
             print(f"--- {answer.adapter_id or 'base'}: {answer.prompt}")
         print(answer.text if as_text else _spaced(answer.token_ids))
         if answer.error:
-            print(f"slora-jax: error: {answer.error}", file=sys.stderr)
+            tell(answer.error)
 
 
 def _print_stream(
@@ -325,12 +326,14 @@ def _print_stream(
     if as_json:
         for event in events:
             places[event.prompt_index, event.index].add(event)
-            _print_json(dataclasses.asdict(dataclasses.replace(event, metrics=None, logits=None)))
+            print_json(dataclasses.asdict(dataclasses.replace(event, metrics=None, logits=None)))
     elif len(answers) == 1:
         for event in events:
             answers[0].add(event)
             print(event.text if as_text else _spaced(event.token_ids), end="", flush=True)
         print()
+        if answers[0].error:
+            tell(answers[0].error)
     else:
         rows = {place: Row(answer.adapter_id, str(answer.prompt)) for place, answer in places.items()}
         with BatchScreen(Console(), list(rows.values())) as screen:
@@ -343,7 +346,3 @@ def _print_stream(
 
 def _spaced(token_ids: Sequence[int]) -> str:
     return "".join(f"{token} " for token in token_ids)
-
-
-def _print_json(values: dict[str, Any]) -> None:
-    print(json.dumps(values, ensure_ascii=False), flush=True)

@@ -1,21 +1,33 @@
-"""`slora-jax`: the command line. Exit codes: 0 done, 1 a request failed, 2 wrong input, 130 interrupted."""
+"""`slora-jax`: the command line.
+
+Exit codes: 0 done, 1 a request failed or the output cannot be written, 2 wrong input, 130 interrupted.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import slora_jax
 from slora_jax.cli import adapters, convert, demo, generate, serve
 from slora_jax.cli.errors import InputError
+from slora_jax.cli.output import OutputError, checked_output, tell
+from slora_jax.errors import printable
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows arguments that are wrong as `printable` does; the commands' parsers are of this class, too."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets `run`, which takes the arguments and returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="slora-jax",
         description="Thousands of LoRA adapters on one base model: one page pool, one batch.",
         epilog="slora-jax COMMAND --help tells more about a command.",
@@ -31,22 +43,27 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what the user can mend is told in one line, anything else keeps its traceback."""
+    try:
+        with checked_output():
+            return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+    except OutputError as error:
+        if isinstance(error.__cause__, BrokenPipeError):  # its reader went away, as `| head` does
+            return 0
+        tell(error)
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     try:
-        code = args.run(args)
-        if sys.stdout is not None:  # None: it was closed before we began
-            sys.stdout.flush()
-        return int(code)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return int(args.run(args))
     except InputError as error:
         if args.traceback:
             raise
-        print(f"slora-jax: error: {error}", file=sys.stderr)
+        tell(error)
         return 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -26,21 +25,10 @@ from slora_jax.lora import read_adapter
 from slora_jax.outputs import StreamEvent
 from slora_jax.runner import ModelRunner
 from slora_jax.scheduling.scheduler import StepPlan
+from tests.cli.command import ENGINE, run_command
 from tests.conftest import TINY_CONFIG
 from tests.engine.simulated_engine import simulated_engine
 from tests.lora.peft_files import write_peft_adapter
-from tests.text.builders import byte_level_backend, write_folder
-
-ENGINE = "--load-format dummy --dtype float32 --num-pages 64 --max-batch-size 2 --max-step-tokens 32".split()
-
-
-def _run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    try:
-        code = main(argv)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
 
 
 @pytest.fixture
@@ -54,12 +42,12 @@ def test_help_lists_the_commands_and_fits_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    code, out, _ = _run("--help", capsys=capsys)
+    code, out, _ = run_command("--help", capsys=capsys)
     assert code == 0
     commands = ("demo", "generate", "serve", "adapters", "convert")
     assert all(f"\n    {name} " in out for name in commands)
     for name in commands:
-        code, out, _ = _run(name, "--help", capsys=capsys)
+        code, out, _ = run_command(name, "--help", capsys=capsys)
         assert code == 0
         assert max(map(len, out.splitlines())) <= 105
 
@@ -70,14 +58,14 @@ def test_help_and_version_do_not_wait_for_jax() -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--version", capsys=capsys)[:2] == (0, f"slora-jax {slora_jax.__version__}\n")
+    assert run_command("--version", capsys=capsys)[:2] == (0, f"slora-jax {slora_jax.__version__}\n")
 
 
 def test_generate_prints_answers_in_order(
     tiny_model_dir: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("generate", str(tiny_model_dir), "--prompts", str(prompts), *ENGINE, "--temperature", "0")
-    code, out, _ = _run(*arguments, "--max-tokens", "4", "--n", "2", "--json", capsys=capsys)
+    code, out, _ = run_command(*arguments, "--max-tokens", "4", "--n", "2", "--json", capsys=capsys)
     answers = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [(a["prompt_index"], a["index"], a["prompt"]) for a in answers] == [
@@ -89,34 +77,16 @@ def test_generate_prints_answers_in_order(
     assert all(len(a["token_ids"]) == 4 and a["finish_reason"] == "length" for a in answers)
     assert answers[0]["token_ids"] == answers[1]["token_ids"]
 
-    code, out, _ = _run(*arguments, "--max-tokens", "4", "--json", "--stream", capsys=capsys)
+    code, out, _ = run_command(*arguments, "--max-tokens", "4", "--json", "--stream", capsys=capsys)
     streamed: dict[int, list[int]] = {0: [], 1: []}
     for line in out.splitlines():
         event: dict[str, Any] = json.loads(line)
         streamed[event["prompt_index"]] += event["token_ids"]
     assert streamed == {0: answers[0]["token_ids"], 1: answers[2]["token_ids"]}
 
-    code, out, _ = _run(*arguments, "--max-tokens", "4", capsys=capsys)
+    code, out, _ = run_command(*arguments, "--max-tokens", "4", capsys=capsys)
     assert out.splitlines()[::2] == ["--- base: [1, 2, 3]", "--- base: [4, 5]"]
     assert [int(t) for t in out.splitlines()[1].split()] == answers[0]["token_ids"]
-
-
-@pytest.fixture(scope="module")
-def talking_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a tokenizer of bytes and a chat template."""
-    folder = tmp_path_factory.mktemp("talking") / "model"
-    shutil.copytree(tiny_model_dir, folder)
-    template = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
-    return write_folder(folder, {"tokenizer_config.json": {"chat_template": template}}, byte_level_backend())
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of two adapters of different ranks and modules."""
-    folder, config = tmp_path_factory.mktemp("adapters"), ModelConfig.from_hf(TINY_CONFIG)
-    write_peft_adapter(folder / "attention", config, {"q_proj": 4, "v_proj": 4}, seed=1, std=0.5)
-    write_peft_adapter(folder / "mlp", config, {"up_proj": 9, "down_proj": 9}, seed=2, std=0.5)
-    return folder
 
 
 def test_generate_answers_each_prompt_with_its_adapter(
@@ -125,20 +95,20 @@ def test_generate_answers_each_prompt_with_its_adapter(
     command = ["generate", str(talking_model), *ENGINE, "--temperature", "0", "--max-tokens", "8"]
     named = ["--adapter", f"a={adapters / 'attention'}", f"m={adapters / 'mlp'}"]
     mixed = ["--prompt", "Hi", "--prompt-for", "a", "Hi", "--prompt-for", "m", "Hi"]
-    code, out, _ = _run(*command, *named, *mixed, "--json", capsys=capsys)
+    code, out, _ = run_command(*command, *named, *mixed, "--json", capsys=capsys)
     answers = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [a["adapter_id"] for a in answers] == [None, "a", "m"]
     assert len({a["text"] for a in answers}) == 3
 
     one = ("--prompt-for", "m", "Hi")
-    assert _run(*command, *named, *one, capsys=capsys)[1] == answers[2]["text"] + "\n"
-    assert _run(*command, *named, *one, "--stream", capsys=capsys)[1] == answers[2]["text"] + "\n"
+    assert run_command(*command, *named, *one, capsys=capsys)[1] == answers[2]["text"] + "\n"
+    assert run_command(*command, *named, *one, "--stream", capsys=capsys)[1] == answers[2]["text"] + "\n"
 
-    _, out, _ = _run(*command, *named, *mixed, "--stream", capsys=capsys)
+    _, out, _ = run_command(*command, *named, *mixed, "--stream", capsys=capsys)
     assert sorted(line.split("'")[0] for line in out.splitlines()) == ["[a] ", "[base] ", "[m] "]
 
-    _, out, _ = _run(*command, "--prompt", "Hi", "--chat", "--json", capsys=capsys)
+    _, out, _ = run_command(*command, "--prompt", "Hi", "--chat", "--json", capsys=capsys)
     assert json.loads(out)["text"] != answers[0]["text"]
 
 
@@ -150,15 +120,20 @@ def test_generate_takes_a_folder_of_adapters_and_reads_those_it_needs(
     command = ["generate", str(talking_model), *ENGINE, "--temperature", "0", "--max-tokens", "4", "--json"]
     prompts = ["--prompt-for", "mlp", "Hi"]
     named = ["--adapter", f"mlp={adapters / 'mlp'}"]
-    _, out, _ = _run(*command, *named, *prompts, capsys=capsys)
+    _, out, _ = run_command(*command, *named, *prompts, capsys=capsys)
     directory = ["--adapters-dir", str(folder), "--lazy-adapters"]
-    assert _run(*command, *directory, *prompts, capsys=capsys)[:2] == (0, out)
-    code, out, _ = _run(*command, *directory, "--prompt-for", "unread", "Hi", capsys=capsys)
+    assert run_command(*command, *directory, *prompts, capsys=capsys)[:2] == (0, out)
+    code, out, _ = run_command(*command, *directory, "--prompt-for", "unread", "Hi", capsys=capsys)
     answer = json.loads(out)
     assert (code, answer["finish_reason"]) == (1, "error")
     assert "adapter 'unread' could not be loaded" in answer["error"]
     assert "corrupt or cut short" in answer["error"]
-    code, _, err = _run(*command, *directory, *named, *prompts, capsys=capsys)
+    for form in ([], ["--stream"]):
+        code, _, err = run_command(
+            *command[:-1], *directory, "--prompt-for", "unread", "Hi", *form, capsys=capsys
+        )
+        assert (code, err.splitlines()[-1]) == (1, f"slora-jax: error: {answer['error']}")
+    code, _, err = run_command(*command, *directory, *named, *prompts, capsys=capsys)
     assert code == 2
     assert "adapter 'mlp' is given twice" in err
 
@@ -167,7 +142,7 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["adapters", str(adapters), "--model", str(talking_model), "--load-format", "dummy"]
-    code, out, _ = _run(*command, capsys=capsys)
+    code, out, _ = run_command(*command, capsys=capsys)
     assert code == 0
     assert "q,v" in out
     assert "2 of 2 adapters" in out
@@ -180,7 +155,7 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     (folder / "notes").mkdir()
     shutil.copytree(folder / "attention", folder / "a,b")
     command[1] = str(folder)
-    code, out, _ = _run(*command, "--json", capsys=capsys)
+    code, out, _ = run_command(*command, "--json", capsys=capsys)
     comma, good, dora, pickled = map(json.loads, out.splitlines())
     assert code == 1
     assert "no comma" in comma["refused"]
@@ -190,16 +165,16 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     assert "'use_dora'" in dora["refused"]
     assert dora["pages"] is None
     assert "pickled weights are never loaded" in pickled["refused"]
-    code, out, _ = _run(*command, capsys=capsys)
+    code, out, _ = run_command(*command, capsys=capsys)
     assert code == 1
     assert "pickled: " in out
     assert "1 of 4 adapters" in out
 
-    code, out, _ = _run(*command[:1], str(folder / "attention"), *command[2:], capsys=capsys)
+    code, out, _ = run_command(*command[:1], str(folder / "attention"), *command[2:], capsys=capsys)
     assert (code, "1 of 1 adapters" in out) == (0, True)
-    code, out, _ = _run(*command, "--num-pages", "2", "--json", capsys=capsys)
+    code, out, _ = run_command(*command, "--num-pages", "2", "--json", capsys=capsys)
     assert "raise num_pages" in json.loads(out.splitlines()[1])["refused"]
-    code, _, err = _run(*command[:1], str(folder / "notes"), *command[2:], capsys=capsys)
+    code, _, err = run_command(*command[:1], str(folder / "notes"), *command[2:], capsys=capsys)
     assert code == 2
     assert "neither it nor a folder in it holds adapter_config.json" in err
 
@@ -214,7 +189,7 @@ def test_whatever_one_folder_raises_the_others_are_listed(
 
     monkeypatch.setattr("slora_jax.lora.peft.read_adapter", read)
     command = ["adapters", str(adapters), "--model", str(talking_model), "--load-format", "dummy", "--json"]
-    code, out, _ = _run(*command, capsys=capsys)
+    code, out, _ = run_command(*command, capsys=capsys)
     good, bad = map(json.loads, out.splitlines())
     assert (code, good["refused"], bad["refused"]) == (1, None, "RecursionError: too deep")
 
@@ -232,7 +207,7 @@ def test_folders_whose_names_no_adapter_may_have(
     generate = ["generate", str(talking_model), "--adapters-dir", str(folder), "--prompt", "x", *ENGINE]
     told = []
     for command, expected in ((listing, 1), ([*listing, "--json"], 1), (generate, 2)):
-        code, out, err = _run(*command, capsys=capsys)
+        code, out, err = run_command(*command, capsys=capsys)
         assert code == expected
         assert "no comma among them" in out + err
         assert all(c.isprintable() or c == "\n" for c in out + err)
@@ -246,7 +221,7 @@ def test_demo_answers_every_question_with_every_adapter(
 ) -> None:
     command = ["demo", "--model", str(talking_model), "--adapters-dir", str(adapters), *ENGINE]
     question = "Hi? " * 20  # of several pages, that the first run leaves in the prefix cache
-    code, out, _ = _run(*command, "--question", question, "--max-tokens", "4", capsys=capsys)
+    code, out, _ = run_command(*command, "--question", question, "--max-tokens", "4", capsys=capsys)
     assert code == 0
     answers = [line.split("]")[0] for line in out.splitlines() if line.startswith("[")]
     assert sorted(answers) == ["[attention r4", "[base", "[mlp r9"]
@@ -266,7 +241,7 @@ def test_the_demos_speed_leaves_out_the_steps_that_compiled(
 ) -> None:
     monkeypatch.setattr("slora_jax.cli.demo._WARM_UPS", 0)
     command = ["demo", "--model", str(talking_model), "--adapters-dir", str(adapters), *ENGINE]
-    code, out, _ = _run(*command, "--question", "Hi?", "--max-tokens", "4", capsys=capsys)
+    code, out, _ = run_command(*command, "--question", "Hi?", "--max-tokens", "4", capsys=capsys)
     (speed,) = [line for line in out.splitlines() if line.startswith("speed")]
     found = re.search(r"(\d+) tokens in .*\(without (\d+) tokens in ([\d.]+) s of steps beside which", speed)
     assert found is not None
@@ -321,7 +296,7 @@ def test_a_mistake_is_told_in_one_line(
     arguments: str, message: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [str(tiny_model_dir) if word == "MODEL" else word for word in arguments.split()]
-    code, out, err = _run(*argv, capsys=capsys)
+    code, out, err = run_command(*argv, capsys=capsys)
     assert code == 2
     assert out == ""
     line = err.splitlines()[-1]
@@ -340,6 +315,8 @@ def test_a_mistake_is_told_in_one_line(
         ("generate MODEL --prompt x --pinned-adapters q", "'q', which is not among the adapters given: none"),
         ("serve MODEL --adapters q=./nowhere", "no adapter at 'nowhere'"),
         ("serve MODEL --adapters q=./nowhere --lazy-adapters", "no adapter at 'nowhere'"),
+        ("serve MODEL --adapters q=MODEL --lazy-adapters", "adapter_model.safetensors is missing"),
+        ("generate MODEL --prompt x --adapter q=WEIGHTS --lazy-adapters", "adapter_config.json is missing"),
         ("serve MODEL --adapters q=ADAPTER --max-lora-rank 3", "rank 4 is above max_lora_rank 3"),
         ("serve MODEL --adapters q=ADAPTER --served-model-name q", "adapter 'q' has the name of the base"),
         ("serve MODEL --adapters NAME=ADAPTER", "' has the name of the base model"),
@@ -374,95 +351,18 @@ def test_a_mistake_is_told_before_weights_are_read(
 ) -> None:
     monkeypatch.setattr("slora_jax.engine.load_checkpoint", lambda *_, **__: pytest.fail("weights are read"))
     write_peft_adapter(tmp_path / "q", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 4})
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "adapter_model.safetensors").touch()
     (tmp_path / "prompts").write_text('{"prompt": [1, "two"]}')
     words = {"MODEL": tiny_model_dir, "ADAPTER": tmp_path / "q", "PROMPTS": tmp_path / "prompts"}
+    words["WEIGHTS"] = tmp_path / "weights"
     for word, path in (words | {"NAME": tiny_model_dir.name}).items():
         arguments = arguments.replace(word, str(path))
     port = ("--port", "0") if arguments.startswith("serve") else ()
     flags = ("--load-format", "dummy", "--dtype", "float32", *port)
-    code, _, err = _run(*arguments.split(), *flags, capsys=capsys)
+    code, _, err = run_command(*arguments.split(), *flags, capsys=capsys)
     assert (code, "Traceback" in err) == (2, False)
     assert message in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("not json", "not a line of JSON (Expecting value, column 1): not json"),
-        ('{"prompt": "x"', "not a line of JSON (Expecting ',' delimiter, column 15)"),
-        ("[" * 100_000, "not a line of JSON ("),
-        ('{"prompt": [' + "9" * 5000 + "]}", "not a line of JSON ("),
-        ('["list"]', 'expected {"prompt": ..., "adapter_id": ...}, got ["list"]'),
-        ('{"text": "x"}', "field 'text' is none of prompt, adapter_id"),
-        ('{"prompt": "x", "adapter": "q"}', "field 'adapter' is none of prompt, adapter_id"),
-        (
-            '{"prompt": "x", "max_tokens": "4"}',
-            "field 'max_tokens' is none of .* --max-tokens sets it for all",
-        ),
-        ('{"adapter_id": "q"}', "field 'prompt' is missing"),
-        ('{"prompt": null}', "field 'prompt': a prompt is a string or a list of token ids"),
-        ('{"prompt": [1, true]}', "field 'prompt': a prompt is a string or a list of token ids"),
-        ('{"prompt": [1, 2.0]}', "field 'prompt': a prompt is a string or a list of token ids"),
-        (
-            '{"prompt": "x", "adapter_id": 5}',
-            "field 'adapter_id': the name of an adapter is a string or null",
-        ),
-        ('{"prompt": "x", "adapter_id": ["q"]}', "field 'adapter_id': the name of an adapter is a string or"),
-        (
-            '{"prompt": "x", "adapter_id": "typo"}',
-            "field 'adapter_id': 'typo' is not .* given (q); add --adapter",
-        ),
-        ('{"prompt": "x", "adapter_id": ""}', "field 'adapter_id': '' is not among the adapters given (q)"),
-        ('{"prompt": ""}', "field 'prompt': the prompt is empty"),
-        ('{"prompt": []}', "field 'prompt': the prompt is empty"),
-        ('{"prompt": [1, 9999]}', "field 'prompt': prompt token 1 is 9999; token ids are integers in [0, "),
-        ('{"prompt": [-1]}', "field 'prompt': prompt token 0 is -1; token ids are integers in [0, "),
-        (
-            '{"prompt": [' + "1, " * 19 + "1]}",
-            "field 'prompt': the prompt has 20 tokens; .* (max_model_len 20)",
-        ),
-        ('{"prompt": "' + "x" * 20 + '"}', "field 'prompt': the prompt has 20 tokens; .* (max_model_len 20)"),
-        ('{"prompt": "\\ud800"}', "field 'prompt': text must be a string of valid Unicode"),
-    ],
-    ids=lambda value: value[:30],
-)
-@pytest.mark.parametrize("source", ["file", "stdin"])
-def test_a_wrong_line_of_prompts_is_told_with_its_place_before_weights_are_read(
-    source: str,
-    line: str,
-    message: str,
-    talking_model: Path,
-    adapters: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("slora_jax.engine.load_checkpoint", lambda *_, **__: pytest.fail("weights are read"))
-    text = '{"prompt": "fine", "adapter_id": "q"}\n\n{"prompt": "a\u2028line"}\n' + line
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    given = str(path) if source == "file" else "-"
-    command = ["generate", str(talking_model), "--adapter", f"q={adapters / 'attention'}", "--prompts", given]
-    code, out, err = _run(*command, *ENGINE, "--max-model-len", "20", capsys=capsys)
-    assert (code, out, "Traceback" in err) == (2, "", False)
-    pattern = (
-        re.escape(f"{path if source == 'file' else source}, line 4")
-        + "(: |, )"
-        + re.escape(message).replace(r"\.\*", ".*")
-    )
-    assert re.search(pattern, err.splitlines()[-1]), err
-
-
-def test_a_prompts_line_may_hold_what_unicode_calls_a_line_break(
-    talking_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = ["a\u2028b", "a\x85b\u2029", "plain"]
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes("\r\n".join(json.dumps({"prompt": p}, ensure_ascii=False) for p in prompts).encode())
-    command = ["generate", str(talking_model), "--prompts", str(path), "--max-tokens", "1", "--json"]
-    code, out, _ = _run(*command, *ENGINE, capsys=capsys)
-    assert (code, [json.loads(line)["prompt"] for line in out.split("\n")[:-1]]) == (0, prompts)
 
 
 @pytest.mark.parametrize(
@@ -519,10 +419,3 @@ def test_smollm2_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         smollm2.find_gguf()
     (tmp_path / "model.gguf").touch()
     assert smollm2.find_gguf() == tmp_path / "model.gguf"
-
-
-def test_output_that_is_closed_is_no_error(
-    tiny_model_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout", None)  # what Python makes of `>&-`
-    assert main(["generate", str(tiny_model_dir), "--prompts", str(prompts), *ENGINE]) == 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import reprlib
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +20,16 @@ from slora_jax.cli.flags import (
     unique_adapters,
 )
 from slora_jax.cli.output import print_json, tell
+from slora_jax.cli.prompts import (
+    Prompt,
+    Question,
+    add_prompt_arguments,
+    check_adapter_ids,
+    read_questions,
+)
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
-from slora_jax.errors import LimitExceededError, some_of
+from slora_jax.errors import LimitExceededError, PromptError
 from slora_jax.outputs import FinishReason, StreamEvent, TokenLogprobs
 from slora_jax.sampling_params import SamplingParams
 
@@ -40,19 +44,6 @@ _EXAMPLES = """examples:
 
 A file for --prompts has one JSON object a line: {"prompt": "Hello!", "adapter_id": "pirate"}, where the
 prompt may also be a list of token ids and adapter_id may be left out (the plain base)."""
-
-Prompt = str | list[int]
-_FIELDS = ("prompt", "adapter_id")  # of a line of --prompts
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """A prompt and the adapter that answers it (None: the plain base), and where the user wrote each."""
-
-    prompt: Prompt
-    adapter_id: str | None
-    prompt_place: str
-    adapter_place: str
 
 
 def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -69,29 +60,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     add_model_arguments(parser)
     group = parser.add_argument_group("prompts, answered in the order given")
-    group.add_argument(
-        "--prompt",
-        dest="questions",
-        action="append",
-        type=_plain,
-        metavar="TEXT",
-        help="for the plain base",
-    )
-    group.add_argument(
-        "--prompt-for",
-        dest="questions",
-        action=_PromptFor,
-        nargs=2,
-        metavar=("NAME", "TEXT"),
-        help="for an adapter",
-    )
-    group.add_argument(
-        "--prompts",
-        dest="questions",
-        action=_PromptsFile,
-        metavar="FILE",
-        help="JSON lines, see below; - reads stdin",
-    )
+    add_prompt_arguments(group)
     group.add_argument("--chat", action="store_true", help="wrap each text in the model's chat template")
     group = parser.add_argument_group("output")
     group.add_argument("--stream", action="store_true", help="show text as it comes")
@@ -136,68 +105,6 @@ def model_adapters(args: argparse.Namespace) -> dict[str, str]:
     return adapters
 
 
-def _plain(text: str) -> Question:
-    place = f"--prompt {reprlib.repr(text)}"
-    return Question(text, None, place, place)
-
-
-class _PromptFor(argparse.Action):
-    """Appends `NAME TEXT` to the questions."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        name, text = values
-        place = f"--prompt-for {name} {reprlib.repr(text)}"
-        _append(namespace, self.dest, [Question(text, name, place, place)])
-
-
-class _PromptsFile(argparse.Action):
-    """Appends the lines of a file to the questions."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        try:
-            text = sys.stdin.read() if values == "-" else Path(values).read_text("utf-8")
-            # Not splitlines: it also ends lines at U+2028 and its like, which a JSON string may hold.
-            file = "stdin" if values == "-" else values
-            lines = [(f"{file}, line {n}", line) for n, line in enumerate(text.split("\n"), 1)]
-            questions = [_question(place, line) for place, line in lines if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            parser.error(f"--prompts {values}: {error}")
-        except ValueError as error:
-            parser.error(f"--prompts {error}")
-        _append(namespace, self.dest, questions)
-
-
-def _append(namespace: argparse.Namespace, dest: str, questions: list[Question]) -> None:
-    setattr(namespace, dest, [*(getattr(namespace, dest) or ()), *questions])
-
-
-def _question(place: str, line: str) -> Question:
-    """A line of JSON as a question. Raises ValueError naming its place and the field."""
-    try:
-        item = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(f"{place}: not a line of JSON ({reason}): {line[:60]}") from None
-    if not isinstance(item, dict):
-        raise ValueError(f'{place}: expected {{"prompt": ..., "adapter_id": ...}}, got {line[:60]}')
-    if unknown := [name for name in item if name not in _FIELDS]:
-        flags = [name for name in unknown if name in SamplingParams.__dataclass_fields__]
-        fix = f"; --{flags[0].replace('_', '-')} sets it for all prompts" if flags else ""
-        raise ValueError(
-            f"{place}: field {(flags or unknown)[0]!r} is none of {', '.join(_FIELDS)}{fix}: {line[:60]}"
-        )
-    if "prompt" not in item:
-        raise ValueError(f"{place}: field 'prompt' is missing: {line[:60]}")
-    prompt, adapter_id = item["prompt"], item.get("adapter_id")
-    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    prompt_place, adapter_place = (f"{place}, field '{field}'" for field in _FIELDS)
-    if not (isinstance(prompt, str) or is_ids):
-        raise ValueError(f"{prompt_place}: a prompt is a string or a list of token ids, got {line[:60]}")
-    if not isinstance(adapter_id, str | None):
-        raise ValueError(f"{adapter_place}: the name of an adapter is a string or null, got {line[:60]}")
-    return Question(prompt, adapter_id, prompt_place, adapter_place)
-
-
 @dataclasses.dataclass
 class _Answer:
     """One continuation, gathered from its events; its fields are those of `--json`."""
@@ -225,8 +132,9 @@ class _Answer:
 def run(args: argparse.Namespace) -> int:
     """Load the engine, answer, print."""
     with reading_input():
-        questions, adapters = _questions(args)
         params, config = from_flags(SamplingParams, args, SAMPLING_SKIP), from_flags(EngineConfig, args)
+        questions, adapters = read_questions(args), model_adapters(args)
+        check_adapter_ids(questions, adapters)
 
     from slora_jax.engine import Engine
 
@@ -245,7 +153,10 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
             before_weights=read_prompts,
         )
-        events = engine.stream(prompts, [q.adapter_id for q in questions], params)
+        try:
+            events = engine.stream(prompts, [q.adapter_id for q in questions], params)
+        except PromptError as error:
+            raise ValueError(f"{questions[error.prompt_index].prompt_place}: {error.reason}") from error
     answers = [
         _Answer(i, k, q.prompt, q.adapter_id) for i, q in enumerate(questions) for k in range(params.n)
     ]
@@ -255,22 +166,6 @@ def run(args: argparse.Namespace) -> int:
     except LimitExceededError as error:  # of the flags; raised where the requests are queued
         raise InputError(str(error)) from error
     return int(any(answer.error for answer in answers))
-
-
-def _questions(args: argparse.Namespace) -> tuple[list[Question], dict[str, str]]:
-    """The prompts and the adapters by name; raises ValueError where a prompt names another one."""
-    questions: list[Question] = args.questions or []
-    if not questions:
-        raise ValueError("give at least one --prompt, --prompt-for or --prompts")
-    adapters = model_adapters(args)
-    for question in questions:
-        if question.adapter_id not in (None, *adapters):
-            name = question.adapter_id
-            raise ValueError(
-                f"{question.adapter_place}: '{name}' is not among the adapters given "
-                f"({some_of(adapters)}); add --adapter {name}=PATH"
-            )
-    return questions, adapters
 
 
 def _token_ids(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import dataclasses
+import io
 import json
 import reprlib
 import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slora_jax.errors import some_of
 from slora_jax.sampling_params import SamplingParams
@@ -36,13 +38,17 @@ class PromptsFile:
     name: str
 
     def questions(self) -> list[Question]:
-        """Its lines that are not blank. Raises OSError, or ValueError naming the line and the field."""
+        """Its lines that are not blank. Raises ValueError naming the file, the line and the field."""
         file = "stdin" if self.name == "-" else self.name
-        data = _stdin() if self.name == "-" else Path(self.name).read_bytes()
-        data = data.removeprefix(b"\xef\xbb\xbf")  # as "utf-8-sig" does
+        try:
+            data = _stdin() if self.name == "-" else Path(self.name).read_bytes()
+        except OSError as error:
+            raise ValueError(f"--prompts {file}: cannot be read: {error.strerror}") from error
+        data = data.removeprefix(codecs.BOM_UTF8)
         # bytes.splitlines: that of str also ends lines at U+2028 and its like, which a JSON string may hold.
-        lines = [(f"{file}, line {n}", line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
-        return [_question(place, _decoded(place, line)) for place, line in lines]
+        places = ((f"{file}, line {n}", line) for n, line in enumerate(data.splitlines(), 1))
+        lines = ((place, _decoded(place, line)) for place, line in places)
+        return [_question(place, line) for place, line in lines if line.strip()]
 
 
 def add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
@@ -69,7 +75,7 @@ def add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def read_questions(args: argparse.Namespace) -> list[Question]:
-    """The prompts; reads files and stdin. Raises OSError, or ValueError naming file, line and field."""
+    """The prompts; reads files and stdin. Raises ValueError naming file, line and field."""
     given: list[Question | PromptsFile] = args.prompts or []
     questions = [
         question
@@ -119,7 +125,8 @@ def _stdin() -> bytes:
     if sys.stdin is None:
         raise ValueError("--prompts - reads stdin, which is closed: pipe the lines in, or name a file")
     chunks: list[bytes] = []
-    while chunk := sys.stdin.buffer.read1():  # `read` would hold back a Ctrl-C that comes between two reads
+    stream = cast(io.BufferedReader, sys.stdin.buffer)
+    while chunk := stream.read1():  # `read` would hold back a Ctrl-C that comes between two reads
         chunks.append(chunk)
     return b"".join(chunks)
 

@@ -147,7 +147,7 @@ def test_a_byte_order_mark_and_any_end_of_line_are_good_input(
     source: str, talking_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    data = '{"prompt": "ä"}\r\n{"prompt": "b"}\r \t\n{"prompt": "c"}'.encode("utf-8-sig")
+    data = '{"prompt": "ä"}\r\n{"prompt": "b"}\r \t\n\xa0\n{"prompt": "c"}'.encode("utf-8-sig")
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(data)
     monkeypatch.setattr("sys.stdin", stdin(data))
@@ -186,6 +186,23 @@ def test_ctrl_c_while_stdin_is_read_ends_with_130(talking_model: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         assert (process.stdout.read(), process.stderr.read()) == (b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/proc/self/mem", "Input/output error"),
+        ("/nowhere.jsonl", "No such file or directory"),
+        ("/", "Is a directory"),
+        ("x" * 5000, "File name too long"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_file_of_prompts_that_cannot_be_read_is_named(
+    name: str, reason: str, talking_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run_command("generate", str(talking_model), "--prompts", name, capsys=capsys)
+    assert (code, err) == (2, f"slora-jax: error: --prompts {name}: cannot be read: {reason}\n")
 
 
 def test_stdin_that_is_closed_is_wrong_input(

@@ -10,7 +10,7 @@ import json
 import reprlib
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,7 +87,7 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
     return questions
 
 
-def check_adapter_ids(questions: Iterable[Question], adapters: Iterable[str]) -> None:
+def check_adapter_ids(questions: Iterable[Question], adapters: Collection[str]) -> None:
     """Raise ValueError naming its place where a prompt is for an adapter that is not among these."""
     from slora_jax.lora.registry import check_adapter_name
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import slora_jax.runner
-from slora_jax import AdapterExistsError, EngineConfig, SamplingParams, UnknownAdapterError
+from slora_jax import AdapterExistsError, EngineConfig, PromptError, SamplingParams, UnknownAdapterError
 from slora_jax.batch import PackedStep
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import AdapterTransfer
@@ -253,6 +253,21 @@ def test_lists_must_match_the_prompts(engine: Engine) -> None:
         engine.generate([[1], [2]], ["qv_r3"])
     with pytest.raises(ValueError, match="sampling_params must be one SamplingParams or a list of 2"):
         engine.generate([[1], [2]], None, [GREEDY])
+
+
+@pytest.mark.parametrize("bad", [[], [9999], "no tokenizer", [1] * 5000], ids=["empty", "id", "text", "long"])
+def test_an_error_of_one_of_several_prompts_says_which_and_queues_none(
+    bad: str | list[int], engine: Engine
+) -> None:
+    for ask in (engine.generate, engine.stream):
+        with pytest.raises(PromptError) as caught:
+            ask([[1], [2], bad, [9999]], None, GREEDY)
+        assert caught.value.prompt_index == 2
+        assert str(caught.value) == f"prompts[2]: {caught.value.reason}"
+    with pytest.raises(UnknownAdapterError) as unknown:
+        engine.generate([[1], [2]], [None, "nobody"], GREEDY)
+    assert unknown.value.__notes__ == ["of prompts[1]"]
+    assert not engine.has_unfinished()
 
 
 def test_adapter_names(engine: Engine, adapters: dict[str, Path]) -> None:

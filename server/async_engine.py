@@ -20,9 +20,9 @@ Who owns what, and which thread may touch it:
 Request ids are chosen by the submitter, hence an abort may be posted while its add is still in the inbox:
 order makes it right. A stream that is closed early (client gone, task cancelled) posts that abort; the engine
 frees its pages. If `Engine.step` raises, its device state cannot be trusted (donated buffers may be gone):
-every open request gets an "error" event, the engine is *dead*, and later submissions raise `EngineDeadError`
-at once. A queue needs no bound: a request makes at most `n * max_tokens` tokens, which the engine has
-admitted already.
+every open request gets an "error" event, the engine is *dead*, its last snapshot shows no load, and later
+submissions raise `EngineDeadError` at once. A queue needs no bound: a request makes at most `n * max_tokens`
+tokens, which the engine has admitted already.
 """
 
 from __future__ import annotations
@@ -413,6 +413,7 @@ class AsyncEngine:
         except BaseException as error:  # whatever it is, nobody may be left waiting
             logger.exception("the engine died")
             closed = EngineDeadError(f"the engine died: {type(error).__name__}: {error}")
+            self._publish_death()
         self._moved_at = None
         with self._lock:
             self._closed = closed
@@ -515,8 +516,17 @@ class AsyncEngine:
         for request_id in list(self._routes):
             self._deliver(self._engine.abort(request_id))
 
-    def _publish(self) -> None:
-        self.latest_stats = self._engine.stats()
+    def _publish_death(self) -> None:
+        """The last counts, without the load: its requests are failed next, and the last snapshot stays."""
+        try:
+            stats = self._engine.stats()
+        except BaseException:  # its books may be broken, too
+            logger.exception("the counts of metrics are those of the last snapshot before the engine's death")
+            stats = self.latest_stats
+        self._publish(stats.without_load())
+
+    def _publish(self, stats: EngineStats | None = None) -> None:
+        self.latest_stats = stats or self._engine.stats()
         self.observer.published(self.latest_stats)
         self._stats_time = time.monotonic()
 

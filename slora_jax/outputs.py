@@ -197,3 +197,18 @@ class EngineStats:
     last_step_seconds: float
     last_step_tokens: int
     loading: LoadStats = LoadStats()
+
+    def without_load(self) -> EngineStats:
+        """The same counters where every request has ended at once and nothing is loaded any more: nobody runs
+        or waits, and the KV pages of those who ran are free.
+        """
+        return dataclasses.replace(
+            self,
+            num_running=0,
+            num_waiting=0,
+            pages_kv=0,
+            pages_free=self.pages_free + self.pages_kv,
+            running_adapters=(),
+            waiting_adapters=(),
+            loading=dataclasses.replace(self.loading, reading=0, staged=0),
+        )

@@ -17,12 +17,13 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from slora_jax.config import EngineConfig
+from slora_jax.engine import Engine
 from slora_jax.outputs import SequenceMetrics, StreamEvent
 from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
 from slora_jax.server.async_engine import AsyncEngine, EngineLike
 from slora_jax.server.metrics import ServerMetrics
-from tests.engine.simulated_engine import MODEL, simulated_engine
+from tests.engine.simulated_engine import MODEL, load, simulated_engine
 from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import FakeEngine
 from tests.server.live import serve, wait_for
@@ -354,6 +355,75 @@ def test_an_engine_that_died_tells_nothing_of_its_sequences() -> None:
     asyncio.run(main())
     assert metrics.counts() == dict.fromkeys(PHASES, 0)
     assert metrics.samples()["e2e_request_latency_seconds_count"] == 1
+
+
+def of_load(metrics: ServerMetrics) -> dict[str, float]:
+    """Of each gauge of load its samples summed, and how many adapters the gateway's names."""
+    found = {family.name: family for family in families(metrics)}
+    (info,) = found["vllm:lora_requests_info"].samples
+    pages = found["slora:pages"].samples
+    return {
+        name: found[name].samples[0].value
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    } | {
+        "kv": sum(s.value for s in pages if s.labels["kind"] == "kv"),
+        "adapters": len(info.labels["running_lora_adapters"] + info.labels["waiting_lora_adapters"]),
+    }
+
+
+def counted(metrics: ServerMetrics) -> dict[tuple[str, ...], float]:
+    """Every counter, and every count of a histogram, by name and labels."""
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in families(metrics)
+        if family.type in ("counter", "histogram")
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("books", ["whole", "broken"])
+@pytest.mark.parametrize("dies_in", ["a step", "a command"])
+def test_a_dead_engine_has_no_load_and_its_counters_stay(
+    dies_in: str, books: str, paced: PacedBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost(BaseException):
+        pass
+
+    def fail(*_: Any) -> Any:
+        raise Lost
+
+    async def body(bridge: AsyncEngine, metrics: Recording) -> None:
+        engine = bridge._engine
+        assert isinstance(engine, Engine)
+        await bridge._call(lambda: load(engine, "a0", 1))
+        sampling = SamplingParams(max_tokens=50)
+        asked = [GenerateRequest(str(i), [1, 2, 3], "a0", sampling) for i in range(3)]
+        streams = [await bridge.submit([one]) for one in asked]
+        paced.allow(4)
+        await anext(streams[0])
+        paced.clock.now += 1  # what is counted now is published
+        while of_load(metrics)["vllm:num_requests_running"] < 2:
+            await asyncio.sleep(0.005)
+        before = counted(metrics)
+        assert all(of_load(metrics).values()), "a gauge that this load does not move"
+        if books == "broken":
+            monkeypatch.setattr(engine, "stats", fail)
+        if dies_in == "a step":
+            monkeypatch.setattr(engine._runner, "launch", fail)
+            paced.allow(1)
+        else:
+            with pytest.raises(Lost):
+                await bridge._call(fail)
+        for stream in streams:
+            assert [event.finish_reason async for event in stream][-1] == "error"
+        assert not any(of_load(metrics).values())
+        after = counted(metrics)
+        assert {name for name in before if after[name] < before[name]} == set()
+        assert after["vllm:request_success_total", "error", "model"] == 3
+        assert metrics.samples()["engine_up"] == 0
+        assert bridge.latest_stats.num_running == bridge.latest_stats.num_waiting == 0
+
+    paced.run(body, max_batch_size=2)
 
 
 def test_the_docs_have_every_metric_and_no_other() -> None:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from slora_jax.errors import encodable
 from slora_jax.outputs import AdapterInfo
 from slora_jax.server import errors
 from slora_jax.server.admin import (
@@ -159,7 +160,7 @@ def _card(context: ServerContext, info: AdapterInfo | None) -> ModelCard:
         return ModelCard(
             id=context.base_name, root=context.engine.model_name, parent=None, max_model_len=limit
         )
-    return ModelCard(id=info.name, root=info.path, parent=context.base_name, max_model_len=limit)
+    return ModelCard(id=info.name, root=encodable(info.path), parent=context.base_name, max_model_len=limit)
 
 
 async def models(request: Request) -> Response:

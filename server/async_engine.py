@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slora_jax.config import EngineConfig
-from slora_jax.errors import LimitExceededError
+from slora_jax.errors import LimitExceededError, encodable
 from slora_jax.outputs import AdapterInfo, EngineStats, RequestMetrics, SequenceMetrics, StreamEvent
 from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
@@ -217,7 +217,7 @@ class AsyncEngine:
         self._engine = engine
         self.observer: Observer = observer or _NullObserver()
         self.tokenizer = engine.tokenizer
-        self.model_name = engine.model_name
+        self.model_name = encodable(engine.model_name)  # a folder's, which may be no UTF-8
         self.max_model_len = engine.max_model_len
         self.config = engine.config
         self.latest_stats = engine.stats()

@@ -7,9 +7,10 @@ import os
 import reprlib
 from pathlib import Path
 
-from slora_jax.checks import Interval, check_fields
+from slora_jax.checks import Interval, as_text, check_fields
 
 _LONGEST = 1e9  # seconds
+_TEXTS = ("served_model_name", "api_key", "admin_api_key")
 
 
 def _number[T](default: T, limits: Interval) -> T:
@@ -40,9 +41,12 @@ class ServerConfig:
     def __post_init__(self) -> None:
         try:
             check_fields(self)
+            for name in _TEXTS:
+                if getattr(self, name) is not None:
+                    as_text(name, getattr(self, name))
         except ValueError as error:
             raise ValueError(f"ServerConfig: {error}") from None
-        for name in ("served_model_name", "api_key", "admin_api_key"):
+        for name in _TEXTS:
             if getattr(self, name) == "":
                 raise ValueError(f"ServerConfig: {name} must not be empty; leave it None to turn it off")
         if self.api_key is not None and self.api_key == self.admin_api_key:

@@ -20,6 +20,7 @@ from slora_jax.errors import (
     AdapterExistsError,
     LimitExceededError,
     UnknownAdapterError,
+    encodable,
     printable,
 )
 
@@ -46,7 +47,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.type, self.message, self.param = status, type_, message, param
+        self.status, self.type, self.param = status, type_, param
+        self.message = encodable(message)
         self.headers = dict(headers or {})
 
     def envelope(self) -> dict[str, Any]:

@@ -69,6 +69,20 @@ def as_kind(name: str, value: object, kind: type, also: str = "") -> Any:
     raise ValueError(f"{name} must be {_NAMES[kind]}{also}, got {reprlib.repr(value)}")
 
 
+def as_text(name: str, value: object) -> str:
+    """`value` as a string that metrics and answers can hold.
+
+    Raises ValueError, which does not show it (it may be a key), where it is none, or UTF-8 does not have its
+    characters: Python reads the bytes of a command line that are not UTF-8 as lone surrogates.
+    """
+    text = str(as_kind(name, value, str))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be UTF-8; write its character {error.start + 1} in UTF-8") from None
+    return text
+
+
 def as_list(name: str, value: object, want: str) -> list[Any]:
     """Items of a list, array or iterator; raises ValueError for text, bytes, a set, a mapping or a scalar."""
     if not isinstance(value, str | bytes | bytearray | Mapping | Set):

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from slora_jax.checks import Interval, as_kind, as_list, check_fields
+from slora_jax.checks import Interval, as_kind, as_list, as_text, check_fields
 
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
@@ -371,7 +371,7 @@ class EngineConfig:
             f"tenant_weights must map tenants to weights, got {self.tenant_weights!r}",
         )
         weights = {
-            as_kind("EngineConfig: a tenant's name", name, str): as_kind(
+            as_text("EngineConfig: a tenant's name (tenant_weights)", name): as_kind(
                 f"EngineConfig: tenant_weights[{name!r}]", weight, float
             )
             for name, weight in self.tenant_weights.items()

@@ -51,6 +51,11 @@ def printable(text: object, limit: int | None = None) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
+def encodable(text: object) -> str:
+    """The same text, but what no encoding has, of a file whose name is not UTF-8, as Python escapes it."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
 def some_of(names: Iterable[str]) -> str:
     """The first few, and how many more there are."""
     every = list(names)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from slora_jax.checks import as_kind, as_list
+from slora_jax.checks import as_kind, as_list, as_text
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.errors import PromptError, UnknownAdapterError
 from slora_jax.lora.store import Adapter, AdapterStore
@@ -255,9 +255,10 @@ class RequestIntake:
 
 
 def _tenant(tenant: object) -> str:
-    if not as_kind("tenant", tenant, str) or len(str(tenant)) > MAX_TENANT_CHARACTERS:
-        raise ValueError(f"tenant must have 1 to {MAX_TENANT_CHARACTERS} characters, got {len(str(tenant))}")
-    return str(tenant)
+    name = as_text("tenant", tenant)
+    if not 0 < len(name) <= MAX_TENANT_CHARACTERS:
+        raise ValueError(f"tenant must have 1 to {MAX_TENANT_CHARACTERS} characters, got {len(name)}")
+    return name
 
 
 def _priority(priority: object) -> int:

@@ -46,6 +46,11 @@ def test_a_field_of_another_kind_is_refused_by_name(cls: type, field: str, value
         cls(**{field: value})
 
 
+def test_a_tenant_whose_name_no_metric_could_show_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a tenant's name \(tenant_weights\) must be UTF-8"):
+        EngineConfig(tenant_weights={"caf\udce9": 2.0})
+
+
 @pytest.mark.parametrize("bias", [5, [1], {1.7: 1}, {"1": 1}, {1: "x"}, {1: None}])
 def test_logit_bias_maps_integers_to_numbers(bias: Any) -> None:
     with pytest.raises(ValueError, match="logit_bias"):

@@ -32,6 +32,7 @@ from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapt
         ("tenant", "", "tenant must have 1 to 256 characters, got 0"),
         ("tenant", "x" * 257, "tenant must have 1 to 256 characters, got 257"),
         ("tenant", 5, "tenant must be a string"),
+        ("tenant", "caf\udce9", "tenant must be UTF-8; write its character 4"),
         ("priority", 101, r"priority must be in \[-100, 100\], got 101"),
         ("priority", 1.5, "priority must be an integer"),
         ("deadline_s", 0.0, "deadline_s must be above 0 seconds"),

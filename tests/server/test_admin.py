@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 import urllib.parse
@@ -15,6 +16,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
+from slora_jax.outputs import StreamEvent
 from slora_jax.server.app import create_app
 from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.config import ServerConfig
@@ -164,6 +166,41 @@ def test_a_slow_load_does_not_hold_up_answers(adapter_dir: Path) -> None:
         loader.join()
 
 
+def test_folders_whose_names_are_no_utf_8_are_served_and_shown_escaped(
+    tmp_path: Path, adapter_dir: Path
+) -> None:
+    """Of the model, of an adapter, and of one that is refused."""
+    root = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(adapter_dir, root / "good")
+    (root / "empty").mkdir()
+    engine = FakeEngine()
+    engine.model_name = root.name
+    with serve(engine, ServerConfig(adapter_root=root, drain_seconds=0)) as live:
+        assert live.post(LOAD, {"lora_name": "good", "lora_path": "good"}).status_code == 200
+        base, adapter = live.get("/v1/models").json()["data"]
+        assert base["id"] == base["root"] == "caf\\udce9"
+        assert adapter["root"] == f"{tmp_path}/caf\\udce9/good"
+        assert (
+            live.post("/v1/completions", {"model": base["id"], "prompt": [1]}).json()["model"] == base["id"]
+        )
+        assert live.get("/metrics").status_code == 200
+        for path in ("empty", "none", "../out"):
+            assert error_of(live, LOAD, {"lora_name": "x", "lora_path": path})[0] in (400, 404)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_about_what_is_no_utf_8_is_answered(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[StreamEvent]:
+        raise OSError(f"no such file: {os.fsdecode(b'caf\xe9')}")
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "step", fail)
+    with serve(engine) as live:
+        answer = live.post("/v1/completions", {"prompt": [1], "stream": stream})
+        assert "no such file: caf\\\\udce9" in answer.text
+        assert live.get("/health").json()["error"]["message"].endswith("no such file: caf\\udce9")
+
+
 @pytest.fixture
 def root(tmp_path: Path, adapter_dir: Path) -> Path:
     """A folder with an adapter `good`, and links to what lies outside (`adapter_dir`)."""
@@ -276,6 +313,9 @@ def test_probes_need_no_key_and_the_openai_client_sends_one() -> None:
         ({"adapter_root": 5}, "adapter_root must be a path or None, got 5"),
         ({"body_timeout_seconds": 0}, "body_timeout_seconds must be above 0"),
         ({"adapter_root": "/no/such/folder"}, "not a folder"),
+        ({"served_model_name": "caf\udce9"}, "served_model_name must be UTF-8; write its character 4"),
+        ({"api_key": "\udcff"}, "api_key must be UTF-8"),
+        ({"admin_api_key": "\ud800"}, "admin_api_key must be UTF-8"),
     ],
 )
 def test_wrong_server_configs(settings: dict[str, Any], words: str) -> None:

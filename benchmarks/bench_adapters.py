@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from benchmarks.adapters import clustering, cold, fairness, loads, online, thrash
-from benchmarks.adapters.workbench import Workbench, cut_pool
+from benchmarks.adapters.workbench import Workbench, cut_pool, max_model_len
+from benchmarks.arguments import COUNT, COUNT_OR_NONE, MOST, POSITIVE, number, policy, popularity
 from benchmarks.engine.models import MODELS
-from benchmarks.papers import POLICIES, by_popularity
+from benchmarks.papers import POLICIES, SHORTEST
 from slora_jax import EngineConfig
+from slora_jax.checks import Interval
 from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape
 
@@ -51,45 +53,59 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     parser.add_argument("what", nargs="+", choices=tuple(PARTS))
     parser.add_argument("--model", choices=tuple(MODELS), default="llama-2-7b")
     parser.add_argument("--setting", choices=("S1", "S2", "S4"), default="S2", help="adapters' ranks")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--longest", type=int, default=512, help="longest prompt and longest output, tokens")
-    parser.add_argument("--step-tokens", type=int, default=2048, help="max_step_tokens")
-    parser.add_argument("--num-pages", type=int, help="of the pool on the device; default: what is free")
+    parser.add_argument("--batch", type=COUNT, default=256)
+    parser.add_argument(
+        "--longest",
+        type=number(int, Interval(SHORTEST, MOST)),
+        default=512,
+        help="longest prompt and longest output, tokens",
+    )
+    parser.add_argument("--step-tokens", type=COUNT, default=2048, help="max_step_tokens")
+    parser.add_argument(
+        "--num-pages",
+        type=number(int, Interval(2, 2**31 - 1)),
+        help="of the pool on the device; default: what is free",
+    )
     some = parser.add_argument_group("loads and cold")
-    some.add_argument("--load-ranks", type=int, nargs="+", default=[8, 64])
-    some.add_argument("--context", type=int, default=400, help="loads: tokens of the decodes at the start")
-    some.add_argument("--steps", type=int, default=80, help="loads: decode steps measured")
-    some.add_argument("--prompt", type=int, default=128, help="cold: tokens")
-    some.add_argument("--repeats", type=int, default=30, help="cold: adapters")
+    some.add_argument("--load-ranks", type=number(int, Interval(1, 256)), nargs="+", default=[8, 64])
+    some.add_argument("--context", type=COUNT, default=400, help="loads: tokens of the decodes at the start")
+    some.add_argument("--steps", type=COUNT, default=80, help="loads: decode steps measured")
+    some.add_argument("--prompt", type=COUNT, default=128, help="cold: tokens")
+    some.add_argument("--repeats", type=COUNT, default=30, help="cold: adapters")
     some = parser.add_argument_group("thrash")
-    some.add_argument("--adapters-in-pool", type=int, default=64, help="C: those that fit beside the KV")
-    some.add_argument("--working-set", type=int, nargs="+", default=[1, 2, 4], help="times C")
-    some.add_argument("--popularity", nargs="+", default=["zipf", "uniform"], help="zipf, uniform, or alpha")
-    some.add_argument("--seconds", type=float, default=10.0, help="of a window")
+    some.add_argument("--adapters-in-pool", type=COUNT, default=64, help="C: those that fit beside the KV")
+    some.add_argument("--working-set", type=COUNT, nargs="+", default=[1, 2, 4], help="times C")
+    some.add_argument(
+        "--popularity",
+        type=popularity,
+        nargs="+",
+        default=["zipf", "uniform"],
+        help="zipf, uniform, or alpha",
+    )
+    some.add_argument("--seconds", type=POSITIVE, default=10.0, help="of a window")
     some.add_argument("--no-unified-memory", action="store_true", help="the same points on fixed slots, too")
-    some.add_argument("--adapter-slots", type=int, nargs="+", help="of these; default: C")
+    some.add_argument("--adapter-slots", type=COUNT, nargs="+", help="of these; default: C")
     some = parser.add_argument_group("online, fairness and cluster")
-    some.add_argument("--adapters", type=int, default=200, help="registered")
-    some.add_argument("--alpha", type=float, default=1.0, help="S-LoRA's: 1 is uniform, less is skewed")
-    some.add_argument("--rate", type=float, default=60.0, help="online: requests a second")
-    some.add_argument("--cv", type=float, default=2.0, help="online: of the gaps between arrivals")
-    some.add_argument("--target", type=float, default=6.0, help="online: seconds to a first token")
-    some.add_argument("--online-seconds", type=float, default=18.0, help="that requests come")
-    some.add_argument("--policies", nargs="+", default=list(POLICIES))
-    some.add_argument("--fair-policies", nargs="+", default=["fcfs", "vtc", "vtc+cluster"])
-    some.add_argument("--fair-seconds", type=float, default=12.0)
-    some.add_argument("--cluster-requests", type=int, default=600, help="that wait from the start on")
-    some.add_argument("--cluster-passes", type=int, nargs="+", default=[64, 256], help="cluster_max_passes")
-    some.add_argument("--cluster-alpha", type=float, nargs="+", default=[1.0, 0.3])
+    some.add_argument("--adapters", type=COUNT, default=200, help="registered")
+    some.add_argument("--alpha", type=POSITIVE, default=1.0, help="S-LoRA's: 1 is uniform, less is skewed")
+    some.add_argument("--rate", type=POSITIVE, default=60.0, help="online: requests a second")
+    some.add_argument("--cv", type=POSITIVE, default=2.0, help="online: of the gaps between arrivals")
+    some.add_argument("--target", type=POSITIVE, default=6.0, help="online: seconds to a first token")
+    some.add_argument("--online-seconds", type=POSITIVE, default=18.0, help="that requests come")
+    some.add_argument("--policies", type=policy, nargs="+", default=list(POLICIES))
+    some.add_argument("--fair-policies", type=policy, nargs="+", default=["fcfs", "vtc", "vtc+cluster"])
+    some.add_argument("--fair-seconds", type=POSITIVE, default=12.0)
+    some.add_argument("--cluster-requests", type=COUNT, default=600, help="that wait from the start on")
+    some.add_argument(
+        "--cluster-passes", type=COUNT_OR_NONE, nargs="+", default=[64, 256], help="cluster_max_passes"
+    )
+    some.add_argument("--cluster-alpha", type=POSITIVE, nargs="+", default=[1.0, 0.3])
     args = parser.parse_args(argv)
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
     if args.no_unified_memory and "unified_memory" not in {f.name for f in dataclasses.fields(EngineConfig)}:
         parser.error("--no-unified-memory: this engine has no EngineConfig.unified_memory")
-    for kind in args.popularity:
-        try:
-            by_popularity(kind, 1)
-        except ValueError as error:
-            parser.error(f"--popularity: {error}")
+    if told := next(_unmeasurable(args, engine), None):
+        parser.error(told)
     bench = Workbench(args, engine)
     if {"thrash", "online", "fairness", "cluster"} & set(args.what):  # before time is spent
         cut_pool(bench, args, max(args.working_set) if "thrash" in args.what else 1)
@@ -98,6 +114,25 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
         bench.say(f"{what} begins")
         PARTS[what].run(bench, args)
     bench.say("done")
+
+
+def _unmeasurable(args: argparse.Namespace, engine: Engine | None) -> Iterator[str]:
+    """What options together leave the parts that are asked for nothing to measure."""
+    longest = max_model_len(args) if engine is None else engine.max_model_len
+    step_tokens = args.step_tokens if engine is None else engine.config.max_step_tokens
+    if "cluster" in args.what and args.cluster_requests <= args.batch:
+        yield "--cluster-requests must be above --batch: what is compared are requests that wait"
+    if "fairness" in args.what and args.batch < 2:
+        yield "--batch must be at least 2 for fairness: two tenants share it"
+    if "loads" in args.what and loads.last_context(args) > longest:
+        yield (
+            f"--context and --steps: loads decodes to {loads.last_context(args)} tokens, a sequence has "
+            f"{longest} at most; raise --longest"
+        )
+    if "cold" in args.what and args.prompt > (most := min(step_tokens, longest - 1)):
+        yield f"--prompt must be at most {most}: one step computes it; raise --step-tokens or --longest"
+    if "online" in args.what and {tenant for _, tenant in online.arrivals(args)} != set(online.TENANTS):
+        yield "--rate and --online-seconds: of one tenant no request comes; raise one of them"
 
 
 if __name__ == "__main__":

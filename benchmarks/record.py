@@ -60,6 +60,14 @@ def gpu_name() -> str | None:
     return None if device.platform == "cpu" else device.device_kind
 
 
+def json_line(line: Mapping[str, Any]) -> str:
+    """A line of results; raises ValueError, which shows it, for what is no JSON: NaN or infinity."""
+    try:
+        return json.dumps(line, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise ValueError(f"nothing was measured, or nothing that JSON has ({error}): {line}") from None
+
+
 def record(
     file: str,
     bench: str,
@@ -70,7 +78,8 @@ def record(
     gpu: str | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Append one measurement to `benchmarks/results/<file>.jsonl` and return it.
+    """Append one measurement to `benchmarks/results/<file>.jsonl` and return it; ValueError for what is no
+    JSON.
 
     Later lines supersede earlier ones of the same bench and case. `gpu` is None for the CPU, which is then
     named.
@@ -89,7 +98,8 @@ def record(
         "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         **extra,
     }
+    text = json_line(line)
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{file}.jsonl").open("a") as out:
-        out.write(json.dumps(line) + "\n")
+        out.write(text)
     return line

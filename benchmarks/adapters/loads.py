@@ -48,10 +48,7 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
         bandwidth = pinned_copy_bandwidth(nbytes, max(1, (1 << 30) // max(nbytes, 1 << 24)))
         bench.say(f"plain copies of pinned memory: {bandwidth / 1e9:.2f} GB/s")
         staging = max(64 << 20, bench.runner.pool.nbytes // 64)
-        taken = (
-            bench.batch * -(-(args.context + args.steps + 2 * _RAMP + 2) // bench.page_tokens)
-            + 2 * bench.batch
-        )
+        taken = bench.batch * -(-last_context(args) // bench.page_tokens) + 2 * bench.batch
         room = (bench.num_pages - 1 - taken) // (2 * layout.num_pages)
         window = min(256, max(16, 3 * staging // nbytes), room)
         if window < 2:
@@ -89,6 +86,11 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
             "waiting": window,
         }
         bench.report("load_bandwidth", case, round(rate), "bytes/s", **extra)
+
+
+def last_context(args: argparse.Namespace) -> int:
+    """Tokens of a sequence behind its last step."""
+    return int(args.context + args.steps + 2 * _RAMP + 2)
 
 
 def decode_steps(

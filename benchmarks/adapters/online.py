@@ -15,6 +15,8 @@ from benchmarks.engine.steps import clear
 from benchmarks.papers import SHORTEST, gamma_arrivals, satisfaction
 from slora_jax.step_shape import StepShape
 
+TENANTS = ("small", "large")
+
 
 def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:
     """Steps to compile before `run`."""
@@ -39,11 +41,18 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
         bench.report("online", case, served.pop("attainment"), "attainment", **served)
 
 
+def arrivals(args: argparse.Namespace) -> list[tuple[float, str]]:
+    """Seconds and tenants of the requests that come, the same ones for the same arguments."""
+    rng = np.random.default_rng(43)
+    due = list(gamma_arrivals(args.rate, args.cv, args.online_seconds, rng))
+    return [(at, TENANTS[rng.random() >= 0.25]) for at in due]
+
+
 def serve_arrivals(bench: Workbench, args: argparse.Namespace, policy: str) -> dict[str, Any]:
     """What came of a gamma process of requests under a policy."""
-    (engine, work), rng = contended(bench, args, policy), np.random.default_rng(43)
-    due = list(gamma_arrivals(args.rate, args.cv, args.online_seconds, rng))
-    coming = [(work.draw(), "small" if rng.random() < 0.25 else "large") for _ in due]
+    engine, work = contended(bench, args, policy)
+    due = arrivals(args)
+    coming = [work.draw() for _ in due]
     for _ in range(bench.batch):
         add(engine, work.begun())
     while any(r.metrics.first_token_time is None for r in engine.requests.values()):
@@ -54,11 +63,11 @@ def serve_arrivals(bench: Workbench, args: argparse.Namespace, policy: str) -> d
     before, compiled = engine.stats(), bench.runner.compilations
     began, until = time.perf_counter(), args.online_seconds + args.target
     while (now := time.perf_counter() - began) < until:
-        while len(asked) < len(due) and due[len(asked)] <= now:
-            at, (draw, tenant) = due[len(asked)], coming[len(asked)]
+        while len(asked) < len(due) and due[len(asked)][0] <= now:
+            (at, tenant), draw = due[len(asked)], coming[len(asked)]
             asked[add(engine, draw, tenant=tenant)] = at, tenant
         if not engine.has_unfinished():
-            time.sleep((due[len(asked)] if len(asked) < len(due) else until) - now)
+            time.sleep((due[len(asked)][0] if len(asked) < len(due) else until) - now)
             continue
         events, now = engine.step(), time.perf_counter() - began
         for event in events:

@@ -47,7 +47,7 @@ class Workbench:
         self._first = engine or make_engine(
             args.model,
             max_batch=self.batch,
-            max_model_len=2 * self.longest + 16,
+            max_model_len=max_model_len(args),
             max_step_tokens=args.step_tokens,
             num_pages=args.num_pages,
             max_lora_rank=max((*SETTINGS[args.setting], *args.load_ranks)),
@@ -103,6 +103,11 @@ class Workbench:
         extra["backend"] = self.runner.backend.name
         record("engine", bench, case, value, unit, gpu=gpu_name(), **extra)
         self.say(f"{bench} {case}: {value} {unit}, {extra}")
+
+
+def max_model_len(args: argparse.Namespace) -> int:
+    """Tokens of the longest sequence where these parts have an engine of their own."""
+    return 2 * int(args.longest) + 16
 
 
 def cut_pool(bench: Workbench, args: argparse.Namespace, largest: int = 1) -> int:

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 
+from benchmarks.arguments import COUNT, COUNT_OR_NONE, number
 from benchmarks.engine.models import MAX_MODEL_LEN, make_engine
 from benchmarks.engine.profile import profile
 from benchmarks.engine.random_adapters import (
@@ -23,6 +24,7 @@ from benchmarks.engine.random_adapters import (
 )
 from benchmarks.engine.steps import clear, fill_randomly, report_step, seconds_a_step, start_decoding
 from slora_jax import EngineConfig
+from slora_jax.checks import Interval
 from slora_jax.engine import Engine
 from slora_jax.runner import InFlight
 from slora_jax.scheduling.scheduler import StepPlan
@@ -35,14 +37,20 @@ FIRST_STEPS, PROFILED = 4, 12  # steps before and behind the timed ones
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of this benchmark alone."""
-    parser.add_argument("--batch", type=int, nargs="+", default=[256])
-    parser.add_argument("--context", type=int, default=400)
-    parser.add_argument("--distinct", type=int, nargs="+", default=[0], help="distinct adapters in the batch")
+    parser.add_argument("--batch", type=COUNT, nargs="+", default=[256])
+    parser.add_argument("--context", type=COUNT, default=400)
+    parser.add_argument(
+        "--distinct", type=COUNT_OR_NONE, nargs="+", default=[0], help="distinct adapters in the batch"
+    )
     parser.add_argument(
         "--ranks", nargs="+", default=["16"], help="mixes of ranks that take turns: 16, 64/32/16/8"
     )
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--memory-fraction", type=float, default=EngineConfig.memory_fraction)
+    parser.add_argument("--steps", type=COUNT, default=40)
+    parser.add_argument(
+        "--memory-fraction",
+        type=number(float, Interval(0, 1, above_low=True)),
+        default=EngineConfig.memory_fraction,
+    )
 
 
 def run(args: argparse.Namespace, engine: Engine | None) -> None:

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 
+from benchmarks.arguments import COUNT, COUNT_OR_NONE
 from benchmarks.engine.models import MAX_MODEL_LEN, make_engine
 from benchmarks.engine.profile import profile
 from benchmarks.engine.random_adapters import random_adapters, ranks_of, register_adapters
@@ -22,11 +23,13 @@ FIRST_STEPS, PROFILED = 4, 4  # steps before and behind the timed ones
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of this benchmark alone."""
-    parser.add_argument("--context", type=int, default=400)
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1792], help="of each step")
-    parser.add_argument("--distinct", type=int, default=0, help="adapters that sequences take in turn")
+    parser.add_argument("--context", type=COUNT, default=400)
+    parser.add_argument("--prompt-tokens", type=COUNT_OR_NONE, nargs="+", default=[1792], help="of each step")
+    parser.add_argument(
+        "--distinct", type=COUNT_OR_NONE, default=0, help="adapters that sequences take in turn"
+    )
     parser.add_argument("--ranks", default="16", help="of the adapters, in turn: 16, 64/32/16/8")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=COUNT, default=20)
 
 
 def run(args: argparse.Namespace, engine: Engine | None) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import COUNT, COUNT_OR_NONE, policy
 from benchmarks.engine.models import MAX_MODEL_LEN, make_engine
 from benchmarks.engine.random_adapters import (
     SETTINGS,
@@ -43,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of this benchmark alone."""
     parser.add_argument("--setting", nargs="+", choices=tuple(SETTINGS), default=["none"])
     parser.add_argument(
-        "--n", type=int, nargs="+", default=[0], help="registered adapters; several: several runs"
+        "--n", type=COUNT_OR_NONE, nargs="+", default=[0], help="registered adapters; several: several runs"
     )
     parser.add_argument("--popularity", choices=("zipf", "uniform"), default="zipf")
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests", type=COUNT, default=1000)
     parser.add_argument("--lora-mode", choices=LORA_MODES, default=EngineConfig.lora_mode)
     parser.add_argument("--unified-memory", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--adapter-slots", type=int, help="with --no-unified-memory: of the largest rank")
-    parser.add_argument("--scheduling-policy", default=EngineConfig.scheduling_policy)
+    parser.add_argument("--adapter-slots", type=COUNT, help="with --no-unified-memory: of the largest rank")
+    parser.add_argument("--scheduling-policy", type=policy, default=EngineConfig.scheduling_policy)
 
 
 def run(args: argparse.Namespace, engine: Engine | None) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.record import commit
+from benchmarks.record import commit, json_line
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernels.jsonl"
 
@@ -135,13 +134,14 @@ def run_cases(cases: Sequence[Case], results: Path) -> int:
     for case in cases:
         try:
             measured = case.run(ceilings)
+            line = {"bench": case.bench, "case": case.case, "value": measured.value, "unit": case.unit}
+            text = json_line(line | measured.extra | shared)
         except Exception as error:  # the other cases still count: device time is scarce
             failed += 1
             print(f"FAILED {case.name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
             continue
-        line = {"bench": case.bench, "case": case.case, "value": measured.value, "unit": case.unit}
         with results.open("a") as file:
-            file.write(json.dumps(line | measured.extra | shared) + "\n")
+            file.write(text)
         extra = " ".join(f"{k}={v}" for k, v in measured.extra.items())
         print(f"{case.name}: {measured.value:.4g} {case.unit} {extra}", flush=True)
     return failed

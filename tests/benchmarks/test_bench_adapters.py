@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 
 import benchmarks.record
+from benchmarks import bench_engine
+from benchmarks.adapters import workbench
 from benchmarks.adapters.loads import LoadStream
 from benchmarks.adapters.workload import kv_room, running_lengths
 from benchmarks.bench_adapters import main
@@ -148,6 +152,92 @@ def test_popularity_draws_what_its_name_says() -> None:
         draws = np.bincount([pick(rng) for _ in range(20_000)], minlength=4)
         assert draws[0] / 20_000 == pytest.approx(first, abs=0.02)
         assert len(draws) == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("cluster --batch 0", "--batch: must be in [1, 1000000], got 0"),
+        ("cluster --longest 1", "--longest: must be in [8, 1000000], got 1"),
+        ("cluster --step-tokens 0", "--step-tokens: must be in [1, 1000000]"),
+        ("cluster --num-pages 1", "--num-pages: must be in [2, 2147483647]"),
+        ("loads --load-ranks 8 0", "--load-ranks: must be in [1, 256], got 0"),
+        ("loads --load-ranks 257", "--load-ranks: must be in [1, 256], got 257"),
+        ("loads --steps -1", "--steps: must be in [1, 1000000]"),
+        ("loads --context 30 --steps 30", "--context and --steps: loads decodes to 70 tokens"),
+        ("cold --repeats 0", "--repeats: must be in [1, 1000000]"),
+        ("cold --prompt 0", "--prompt: must be in [1, 1000000]"),
+        ("cold --prompt 13", "--prompt must be at most 12"),
+        ("cold --prompt 64 --step-tokens 99", "--prompt must be at most 63"),
+        ("thrash --adapters-in-pool -2", "--adapters-in-pool: must be in [1, 1000000], got -2"),
+        ("thrash --adapters-in-pool 2.5", "--adapters-in-pool: must be an integer, got '2.5'"),
+        ("thrash --working-set 1 0", "--working-set: must be in [1, 1000000]"),
+        ("thrash --seconds 0", "--seconds: must be above 0 and at most 1000000, got 0"),
+        ("thrash --no-unified-memory --adapter-slots 0", "--adapter-slots: must be in [1, 1000000]"),
+        ("online --adapters 0", "--adapters: must be in [1, 1000000]"),
+        ("online --alpha nan", "--alpha: must be above 0 and at most 1000000, got nan"),
+        ("online --rate inf", "--rate: must be above 0 and at most 1000000, got inf"),
+        ("online --cv 0", "--cv: must be above 0 and at most 1000000"),
+        ("online --target x", "--target: must be a number, got 'x'"),
+        ("online --rate 1 --online-seconds 0.1", "--rate and --online-seconds: of one tenant no request"),
+        (
+            "online --policies fcfs lifo",
+            "--policies: EngineConfig: scheduling_policy must be one of fcfs, cluster",
+        ),
+        (
+            "fairness --fair-policies vtc+vtc",
+            "--fair-policies: EngineConfig: scheduling_policy must be one of",
+        ),
+        ("fairness --fair-seconds -1", "--fair-seconds: must be above 0 and at most 1000000"),
+        ("fairness --batch 1", "--batch must be at least 2 for fairness"),
+        ("cluster --cluster-requests 0", "--cluster-requests: must be in [1, 1000000]"),
+        (f"cluster --cluster-requests {10**400}", "--cluster-requests: must be in [1, 1000000]"),
+        ("cluster --cluster-requests -3", "--cluster-requests: must be in [1, 1000000]"),
+        ("cluster --cluster-requests 4", "--cluster-requests must be above --batch"),
+        ("cluster --cluster-passes 4 -1", "--cluster-passes: must be in [0, 1000000], got -1"),
+        ("cluster --cluster-alpha 1 0", "--cluster-alpha: must be above 0 and at most 1000000, got 0"),
+        ("cluster --cluster-alpha -1", "--cluster-alpha: must be above 0 and at most 1000000, got -1"),
+        ("cluster --cluster-alpha nan", "--cluster-alpha: must be above 0 and at most 1000000, got nan"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_an_engine_is_made(
+    command: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workbench, "make_engine", pytest.fail)
+    with pytest.raises(SystemExit):
+        main([*TINY, *command.split()])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        (main, ["cluster"]),
+        *((bench_engine.main, [name]) for name in bench_engine.BENCHMARKS),
+    ],
+)
+def test_no_option_takes_any_number(
+    command: Callable[[list[str]], None], argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, kinds = argparse._ActionsContainer.add_argument, list[object]()
+
+    def added(self: Any, *names: Any, **fields: Any) -> Any:
+        kinds.append(fields.get("type"))
+        return add(self, *names, **fields)
+
+    monkeypatch.setattr(argparse._ActionsContainer, "add_argument", added)
+    with pytest.raises(SystemExit):
+        command([*argv, "--no-such-option"])
+    assert len(kinds) > 5
+    assert not {int, float} & set(kinds)
+
+
+def test_what_json_does_not_have_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(benchmarks.record, "RESULTS", tmp_path)
+    for value, ttft_s in ((float("nan"), [0.1]), (1.0, [0.1, float("inf")])):
+        with pytest.raises(ValueError, match="nothing that JSON has"):
+            benchmarks.record.record("engine", "cluster", {"batch": 4}, value, "requests/s", ttft_s=ttft_s)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["zipfian", "0", "-1", "nan", "inf", ""])

@@ -33,7 +33,7 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
         waiting: dict[str, set[Request]] = {"small": set(), "large": set()}
         tenants: dict[str, str] = {}
         began = time.perf_counter()
-        while (passed := time.perf_counter() - began) < args.fair_seconds:
+        while (passed := time.perf_counter() - began) < args.fair_seconds or not any(services.values()):
             for tenant, wanted in (("small", bench.batch // 2), ("large", 3 * bench.batch // 2)):
                 while len(waiting[tenant]) < wanted:
                     request = engine.requests[add(engine, work.draw(), tenant=tenant)]

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
 
+from slora_jax.cli.flags import SAMPLING_SKIP
 from slora_jax.errors import some_of
 from slora_jax.sampling_params import SamplingParams
 
@@ -152,7 +153,7 @@ def _question(place: str, line: str) -> Question:
         raise ValueError(f'{place}: expected {{"prompt": ..., "adapter_id": ...}}, got {line[:60]}')
     names = [name for name, _ in item]
     if unknown := [name for name in names if name not in _FIELDS]:
-        flags = [name for name in unknown if name in SamplingParams.__dataclass_fields__]
+        flags = [n for n in unknown if n in SamplingParams.__dataclass_fields__ and n not in SAMPLING_SKIP]
         fix = f"; --{flags[0].replace('_', '-')} sets it for all prompts" if flags else ""
         raise ValueError(
             f"{place}: field {(flags or unknown)[0]!r} is none of {', '.join(_FIELDS)}{fix}: {line[:60]}"

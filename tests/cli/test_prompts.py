@@ -30,6 +30,7 @@ def stdin(data: bytes) -> io.TextIOWrapper:
         ('["list"]', 'expected {"prompt": ..., "adapter_id": ...}, got ["list"]'),
         ('{"text": "x"}', "field 'text' is none of prompt, adapter_id"),
         ('{"prompt": "x", "adapter": "q"}', "field 'adapter' is none of prompt, adapter_id"),
+        ('{"prompt": "x", "seed": 1}', r"field 'seed' is none of prompt, adapter_id: "),  # --seed is another
         (
             '{"prompt": "x", "max_tokens": "4"}',
             "field 'max_tokens' is none of .* --max-tokens sets it for all",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import threading
@@ -189,7 +190,12 @@ def test_folders_whose_names_are_no_utf_8_are_served_and_shown_escaped(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_about_what_is_no_utf_8_is_answered(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_what_is_no_utf_8_is_answered(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # pytest-xdist cannot send what is captured of its traceback.
+    caplog.set_level(logging.CRITICAL, "slora_jax.server.async_engine")
+
     def fail() -> list[StreamEvent]:
         raise OSError(f"no such file: {os.fsdecode(b'caf\xe9')}")
 

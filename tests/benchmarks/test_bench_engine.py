@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -53,10 +54,7 @@ def test_what_is_compiled_with_other_options_is_another_case(
     assert line["case"]["xla"] == ["xla_option=1"]
     assert GPU_OPTIONS["xla_option"] == "1"
     with pytest.raises(SystemExit):
-        main(
-            [*command.split(), "--model", "tiny"],
-            make_engine("tiny", max_batch=1, num_pages=20, max_model_len=64),
-        )
+        main([*command.split(), "--model", "tiny"], mock.create_autospec(Engine))
     assert "wants an engine of its own" in capsys.readouterr().err
 
 
@@ -79,6 +77,7 @@ def test_decodes_near_the_longest_context_run_to_the_last_step(
     assert running == [2]
 
 
+@pytest.mark.slow
 def test_what_offline_counts_is_of_the_timed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not of the warm-up, nor of the settings before."""
     run_all = offline.run_all
@@ -97,6 +96,7 @@ def test_what_offline_counts_is_of_the_timed_run(monkeypatch: pytest.MonkeyPatch
     assert all(line["value"] > 0 and line["requests"] == 3 for line in lines)
 
 
+@pytest.mark.slow
 def test_a_mixed_step_computes_the_prompts_beside_the_decodes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

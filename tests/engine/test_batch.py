@@ -90,7 +90,7 @@ class PackingMachine(EngineMachine):
 
 
 TestPacking = PackingMachine.TestCase
-TestPacking.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestPacking.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 
 def test_what_is_kept_is_what_would_be_packed_anew_over_preemptions_and_shared_prefixes() -> None:

@@ -13,7 +13,6 @@ benchmarks/results/engine.jsonl as soon as they are known.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -22,7 +21,6 @@ from benchmarks.adapters.workbench import Workbench, cut_pool, max_model_len
 from benchmarks.arguments import COUNT, COUNT_OR_NONE, MOST, POSITIVE, number, policy, popularity
 from benchmarks.engine.models import MODELS
 from benchmarks.papers import POLICIES, SHORTEST
-from slora_jax import EngineConfig
 from slora_jax.checks import Interval
 from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape
@@ -102,8 +100,6 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--cluster-alpha", type=POSITIVE, nargs="+", default=[1.0, 0.3])
     args = parser.parse_args(argv)
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
-    if args.no_unified_memory and "unified_memory" not in {f.name for f in dataclasses.fields(EngineConfig)}:
-        parser.error("--no-unified-memory: this engine has no EngineConfig.unified_memory")
     if told := next(_unmeasurable(args, engine), None):
         parser.error(told)
     bench = Workbench(args, engine)

@@ -211,8 +211,8 @@ class StepLoop:
     def close(self) -> None:
         """The process exits, whose streams cannot be left once Python takes modules down: end all requests.
 
-        A thread that runs steps by now is a daemon, which Python stops anywhere: it begins no further step,
-        and the one that it is in, and the device, are waited for, though not for long.
+        A thread that runs steps by now is a daemon, which Python stops anywhere: it begins no further step.
+        The one that it is in is waited for, _EXIT_WAIT seconds at most; once that is over, so is the device.
         """
         self._closed = True
         if any(thread.ident == self._owner for thread in threading.enumerate()) and not self._is_mine():

@@ -63,6 +63,8 @@ def run(args: argparse.Namespace, engine: Engine | None) -> None:
         raise SystemExit(
             f"decode: {max(args.distinct)} distinct adapters are more than a batch has sequences"
         )
+    if engine is not None and args.memory_fraction != EngineConfig.memory_fraction:
+        raise SystemExit("decode: --memory-fraction wants an engine of its own: this one has its pool")
     engine = engine or make_engine(
         args.model,
         max_batch=max(args.batch),

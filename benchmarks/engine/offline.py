@@ -26,6 +26,7 @@ from benchmarks.engine.random_adapters import (
     random_adapters,
     register_adapters,
 )
+from benchmarks.engine.steps import RUNS
 from benchmarks.papers import LONGEST, SHORTEST, by_popularity
 from benchmarks.record import gpu_name, record
 from slora_jax import EngineConfig, SamplingParams
@@ -35,7 +36,6 @@ from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.step_shape import StepShape
 
 WARM_UP = 300  # requests
-RUNS = 3  # tries to measure one in which nothing is compiled
 
 Offline = tuple[list[int], str | None, int]  # prompt, adapter, output length
 

@@ -18,6 +18,8 @@ from slora_jax import SamplingParams
 from slora_jax.engine import Engine
 from slora_jax.scheduling.scheduler import StepPlan
 
+RUNS = 3  # tries to measure one in which nothing is compiled
+
 
 @functools.partial(jax.jit, donate_argnums=0)
 def fill_randomly(pool: jax.Array) -> jax.Array:

@@ -25,15 +25,19 @@ def test_commands_share_an_engine_and_fail_alone(
         "bench_engine decode --batch 4 --context 20 --steps 4 --distinct 2 --ranks 8",
         "bench_engine offline --lora-mode merge",
         "bench_engine decode --batch 8",
+        "bench_engine decode --batch 4 --memory-fraction 0.5",
         f"{loads} --setting S1",
     ]
-    with pytest.raises(SystemExit, match=r"failed: bench_engine offline --lora-mode merge; .* --batch 8"):
+    with pytest.raises(
+        SystemExit, match=r"failed: bench_engine offline --lora-mode merge; .* --batch 8; .*-fraction 0.5"
+    ):
         main(["tiny", "--max-batch", "4", "--max-lora-rank", "8", *commands])
     lines = [json.loads(line) for line in (tmp_path / "engine.jsonl").read_text().splitlines()]
     assert [line["bench"] for line in lines] == ["decode_step", "load_bandwidth"]
     told = capsys.readouterr().err
     assert "lora_mode need an engine of their own" in told
     assert "batches of 4" in told
+    assert "--memory-fraction wants an engine of its own" in told
 
 
 @pytest.mark.parametrize("at", [3, 8, 14])  # among the first steps, the timed ones, the profiled ones

@@ -45,7 +45,7 @@ class LoraPlanner(Protocol):
         """The smallest sizes that hold a batch; token_adapter int32 [tokens] indexes adapters, -1: base."""
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """The sizes of a rung; each holds what the rung below holds."""
+        """The sizes of a rung, from 1 on: some rung holds every batch, and the lowest that does serves it."""
 
     def usual_rung(self, shape: LoraShape) -> int:
         """The highest rung that usual batches need: what is compiled before the first request."""

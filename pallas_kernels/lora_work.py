@@ -4,7 +4,7 @@ An *item* is what one thread block computes: up to 8 rank blocks (64 rank rows) 
 that share an input (a *group* of modules: q,k,v; o; gate,up; down), for some tokens of one window of rows:
 
 - a decode item has a window of 8 rows and any set of its tokens;
-- a tile has a window of 64 rows and one run of its tokens, for prompts.
+- a tile has a window of 64 rows and one run of its tokens: for prompts, and for decodes of few adapters.
 
 Windows begin at multiples of 8 rows, because that is how TMA addresses swizzled tiles. Sort a batch's
 decode rows by adapter where possible: an adapter's weights are then read by the fewest items. Ranks are
@@ -62,10 +62,11 @@ def lora_work_needed(
     adapters: Sequence[AdapterBlocks],
     decode_rows: int | None = None,
     most_tiles: int | None = None,
+    min_run: int = MIN_RUN,
 ) -> tuple[int, int, int]:
     """The smallest (nd, nt, lp) that hold this batch, with nt at most `most_tiles`; see build_lora_work."""
     counts = _counts(*_kinds(adapters))
-    windows = _windows(np.asarray(token_adapter, np.int32), counts, decode_rows, most_tiles)
+    windows = _windows(np.asarray(token_adapter, np.int32), counts, decode_rows, most_tiles, min_run)
     nd, nt = (int(counts[w.adapter].sum(0).max(initial=0)) for w in windows)
     return nd, nt, sum(len(a[0]) for a in adapters)
 
@@ -80,14 +81,14 @@ def build_lora_work(
     a_chunks: Sequence[int],
     b_chunks: Sequence[int],
     decode_rows: int | None = None,
+    min_run: int = MIN_RUN,
 ) -> dict[str, np.ndarray]:
     """The fields of LoraWork as int32 arrays, padded to nd decode items and nt tiles a group and lp pages.
 
     `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]:
-    chunks in one block of A and of B by module. The first `decode_rows` tokens (default: all) never
-    become tiles, so that a step without prompts has nt = 0; where nt has no room for all runs that
-    could be tiles, the shortest are decode items. Raises ValueError where nd or lp is too small, or an index
-    has no adapter.
+    chunks in one block of A and of B by module. Runs of at least `min_run` tokens of one adapter become
+    tiles, but for the first `decode_rows` tokens (default: all); where nt has no room for all such runs, the
+    shortest are decode items. Raises ValueError where nd or lp is too small, or an index has no adapter.
     """
     token_adapter = np.asarray(token_adapter, np.int32)
     if token_adapter.max(initial=-1) >= len(adapters):
@@ -106,7 +107,7 @@ def build_lora_work(
     page_base = np.cumsum(lengths) - lengths
     kind, kinds = _kinds(adapters)
     plans = [_adapter_items(*tables, tuple(a_chunks), tuple(b_chunks)) for tables in kinds]
-    windows = _windows(token_adapter, _counts(kind, kinds), decode_rows, nt)
+    windows = _windows(token_adapter, _counts(kind, kinds), decode_rows, nt, min_run)
     for group in range(len(MODULE_GROUPS)):
         tables = [plan[group] for plan in plans]
         counts = np.array([len(table) for table in tables])
@@ -144,7 +145,11 @@ def _counts(kind: np.ndarray, kinds: list[_Tables]) -> np.ndarray:
 
 
 def _windows(
-    token_adapter: np.ndarray, counts: np.ndarray, decode_rows: int | None, most_tiles: int | None
+    token_adapter: np.ndarray,
+    counts: np.ndarray,
+    decode_rows: int | None,
+    most_tiles: int | None,
+    min_run: int,
 ) -> tuple[_Windows, _Windows]:
     """(decode windows, tiles) of a batch; `counts` as `_counts` gives it."""
     total, n_adapters = len(token_adapter), len(counts) - 1
@@ -152,7 +157,7 @@ def _windows(
     edge = np.flatnonzero(np.diff(token_adapter, prepend=-2))
     edge = np.unique(np.append(edge, border)) if border < total else edge
     start, end = edge, np.append(edge[1:], total)
-    long = (start >= border) & (end - start >= MIN_RUN) & (token_adapter[start] >= 0)
+    long = (start >= border) & (end - start >= min_run) & (token_adapter[start] >= 0)
     start, end = start[long], end[long]
     first = start // WINDOW * WINDOW
     count = -(-(end - first) // TILE)

@@ -12,6 +12,7 @@ from slora_jax.pallas_kernels import mosaic_attention_operands
 from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, KernelShape, LoraShape, Sizes
 from slora_jax.pallas_kernels.lora_work import (
     FIELDS,
+    MIN_RUN,
     MODULE_GROUPS,
     SLOTS,
     TILE,
@@ -25,6 +26,8 @@ from slora_jax.pallas_kernels.mosaic_lora import CHUNK_WIDTHS, apply_lora
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, prefill_attention
 
 USUAL_ITEMS = 3  # of an adapter and a token or tile: rank 64 on q, k and v
+FIRST_ITEMS = 64
+DECODE_TILES = 32  # of a step without prompts: each is divided over 8 thread blocks
 
 
 def unsupported(shape: KernelShape) -> str | None:
@@ -45,16 +48,23 @@ class MosaicPlanner:
     """Work lists of `mosaic_lora`: sizes are (decode items, tiles of a group of modules, adapter pages)."""
 
     def needs(self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], shape: LoraShape) -> Sizes:
-        """Those of fewer tiles, where the first rung then has room: another rung costs seconds to compile."""
+        """Those of fewer tiles, where the first rung then has room: another rung costs seconds to compile.
+
+        Many decodes of few adapters become tiles: one of 64 rows reads an adapter's weights once, 8 items of
+        8 rows eight times.
+        """
         needs = lora_work_needed(token_adapter, adapters, shape.decode_rows)
         items, tiles, _ = self.sizes(1, shape)
+        if needs[0] > FIRST_ITEMS and len(adapters) <= DECODE_TILES and _may_have_tiles(shape):
+            instead = lora_work_needed(token_adapter, adapters, 0, min_run=1)
+            return instead if instead[1] <= DECODE_TILES else needs
         if needs[1] > tiles:
             fewer = lora_work_needed(token_adapter, adapters, shape.decode_rows, tiles)
             return fewer if fewer[0] <= items else needs
         return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """With prompts four times the rung below; without 64, 128, 256, 1024, ... items.
+        """With prompts four times the rung below; without 64 items, 32 tiles, 128, 256, 1024, ... items.
 
         Up to 64 and 128 items are divided over 4 and 2 thread blocks each. Steps with prompts begin with
         room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of their
@@ -62,13 +72,16 @@ class MosaicPlanner:
         """
         if rung == 0:
             return 0, 0, 0
-        items, tiles, prompts = 64, 0, shape.tokens - shape.decode_rows
+        items, tiles, prompts = FIRST_ITEMS, 0, shape.tokens - shape.decode_rows
         if prompts:
             while items < 2 * (shape.decode_rows + shape.prefill_seqs):
                 items *= 4
             runs = -(-prompts // TILE) + prompts // (4 * TILE) + 1
             items, tiles = (n * 4 ** (rung - 1) for n in (items, pl.next_power_of_2(USUAL_ITEMS * runs)))
+        elif rung == 2 and _may_have_tiles(shape):
+            items, tiles = 0, DECODE_TILES
         else:
+            rung -= rung > 2 and _may_have_tiles(shape)
             items *= rung if rung < 3 else 4 ** (rung - 2)
         chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
         widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)
@@ -90,14 +103,21 @@ class MosaicPlanner:
     def build(
         self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], sizes: Sizes, shape: LoraShape
     ) -> Mapping[str, np.ndarray]:
+        tiles_only = sizes[0] == 0
         return build_lora_work(
             token_adapter,
             adapters,
             *sizes,
             a_chunks=shape.a_chunks,
             b_chunks=shape.b_chunks,
-            decode_rows=shape.decode_rows,
+            decode_rows=0 if tiles_only else shape.decode_rows,
+            min_run=1 if tiles_only else MIN_RUN,
         )
+
+
+def _may_have_tiles(shape: LoraShape) -> bool:
+    """Whether a step without prompts has a rung of tiles only: its decodes fill one."""
+    return shape.tokens == shape.decode_rows >= TILE
 
 
 MOSAIC = Backend(

@@ -3,8 +3,9 @@
 A thread block takes 128 query rows that read the same KV head (128 tokens of one head, or 64 tokens of two)
 and walks its sequence's context in blocks of `BLOCK_KV` tokens. The warps of one warpgroup follow the page
 table and copy; two warpgroups multiply, 64 rows each. Such a warpgroup has the product Q K^T of the next
-block and P V of this one in flight together, and computes the softmax of the next while P V runs. Tiles with
-the longest context start first, so that the short ones fill the end.
+block and P V of this one in flight together, and computes the softmax of the next while P V runs. All tiles
+of a few heads come before those of the next heads, so that their K and V stay in L2; among them the tiles
+with the longest context start first, so that the short ones fill the end.
 
 Letters as in xla_attention.
 """
@@ -26,6 +27,7 @@ from slora_jax.pallas_kernels.mosaic_attention_operands import TILED, check_atte
 BLOCK_KV = 128
 STAGES = 2
 ROWS = 64  # query rows of a warpgroup
+HEADS_TOGETHER = 8  # thread blocks of a tile side by side
 ROW_ALIGNMENT = 8  # of the first token of a tile's window
 ROW = plgpu.Layout.WGMMA.reduce(1)  # of a vector, one value a row of a product
 LOG2E = math.log2(math.e)
@@ -46,6 +48,7 @@ class _Shape(NamedTuple):
     block_kv: int
     stages: int
     scale: float
+    heads_together: int
     overlap: bool
     pingpong: bool
     auto_barriers: bool
@@ -84,6 +87,7 @@ def prefill_attention(
     scale: float,
     block_kv: int = BLOCK_KV,
     stages: int = STAGES,
+    heads_together: int = HEADS_TOGETHER,
     overlap: bool = True,
     pingpong: bool = False,
     auto_barriers: bool = False,
@@ -124,6 +128,7 @@ def prefill_attention(
         block_kv=block_kv,
         stages=stages,
         scale=scale,
+        heads_together=heads_together,
         overlap=overlap,
         pingpong=pingpong,
         auto_barriers=auto_barriers,
@@ -167,6 +172,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
     bf16, f32 = jnp.bfloat16, jnp.float32
     n_heads = z.n_kv * z.group
     blocks_of_heads = n_heads // z.heads
+    together = math.gcd(z.heads_together, blocks_of_heads)
     scale = z.scale * LOG2E
     pages_each = -(-z.pages // 4)  # of a warp
 
@@ -191,7 +197,8 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         turn: Any,
     ) -> None:
         index, wg = lax.axis_index("block"), lax.axis_index("wg")
-        rank, head_block = lax.div(index, blocks_of_heads), lax.rem(index, blocks_of_heads)
+        of_heads, index = lax.div(index, (z.tiles + 1) * together), lax.rem(index, (z.tiles + 1) * together)
+        rank, head_block = lax.div(index, together), of_heads * together + lax.rem(index, together)
         seq, start, position, length = (tiles[rank * 4 + n] for n in range(4))
         context = position + length
 

@@ -260,3 +260,6 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
             CASES.append(_decode(256, 400, 32, n_kv, lengths="8..792", **variant))
     for tuning in ({"overlap": False}, {"pingpong": True}, {"auto_barriers": True}, {"tile": 64}):
         CASES.append(_prefill(4096, 32, 8, bench="prefill_variant", **tuning))
+    for n_kv in (32, 8):
+        for heads in (32, 16, 4):
+            CASES.append(_prefill(4096, 32, n_kv, bench="prefill_variant", heads_together=heads))

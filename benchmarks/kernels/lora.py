@@ -1,5 +1,6 @@
 """Cases of the LoRA kernels: shrink and expand of the modules that share an input, decode and prefill.
 
+Work lists have the sizes that the engine gives them, padding and all (`lists` of a setting: other sizes).
 Bytes are those of the true ranks' A and B (decode), or x, y read and written, A and B (prefill). Every
 call of a timing meets another layer or other adapters, 400 MB of them and more before one returns.
 """
@@ -11,14 +12,16 @@ import functools
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.common import Case, Ceilings, Measurement, seconds_per_call
-from slora_jax.pallas_kernels.lora_work import LoraWork, build_lora_work, lora_work_needed
+from slora_jax.pallas_kernels.backend import LoraShape
+from slora_jax.pallas_kernels.lora_work import LoraWork, lora_work_needed
+from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
 from slora_jax.pallas_kernels.xla_lora import AdapterBlocks
 
@@ -36,6 +39,8 @@ class Setting:
     kv: int  # columns of k and of v
     prompt: bool = False
     modules: str = "q,k,v"  # or o
+    # The engine's work lists; those without tiles for decodes; without padding either.
+    lists: Literal["engine", "items", "exact"] = "engine"
 
     @property
     def out_dims(self) -> tuple[int, ...]:
@@ -105,17 +110,18 @@ def make(s: Setting) -> Data:
         [s.adapter(r, pages) for r, pages in zip(s.rank_of, lists[k * s.distinct :], strict=False)]
         for k in range(sets)
     ]
-    rows = 0 if s.prompt else None
-    nd, nt, lp = lora_work_needed(s.token_adapter, adapters[0], rows)
     a, b = s.chunks
-    chunks: dict[str, Any] = {"a_chunks": s.by_module([a] * len(b)), "b_chunks": s.by_module(b)}
-    sizes = chunks | {"decode_rows": rows}
-    works = [
-        LoraWork(
-            **{k: jnp.asarray(v) for k, v in build_lora_work(s.token_adapter, w, nd, nt, lp, **sizes).items()}
-        )
-        for w in adapters
-    ]
+    shape = LoraShape(
+        tokens=s.tokens,
+        decode_rows=0 if s.prompt else s.tokens,
+        prefill_seqs=s.distinct if s.prompt else 0,
+        chunks_per_page=s.per_page,
+        a_chunks=tuple(s.by_module([a] * len(b))),
+        b_chunks=tuple(s.by_module(b)),
+    )
+    sizes = _list_sizes(s, adapters[0], shape)
+    built = [MOSAIC.planner.build(s.token_adapter, w, sizes, shape) for w in adapters]
+    works = [LoraWork(**{name: jnp.asarray(array) for name, array in work.items()}) for work in built]
     keys = jax.random.split(jax.random.key(0), 3)
     elems = PAGE_TOKENS * 2 * s.kv
     pool = jnp.stack([_weights(k, n_pages, elems) for k in jax.random.split(keys[0], LAYERS)])
@@ -123,6 +129,16 @@ def make(s: Setting) -> Data:
     x = jax.random.normal(keys[1], (s.tokens, s.d_model), jnp.bfloat16)
     y = jax.random.normal(keys[2], (s.tokens, sum(s.out_dims)), jnp.bfloat16) * jnp.bfloat16(0.1)
     return Data(x, y, pool, works, adapters)
+
+
+def _list_sizes(s: Setting, adapters: list[AdapterBlocks], shape: LoraShape) -> tuple[int, ...]:
+    needs: tuple[int, ...] = lora_work_needed(s.token_adapter, adapters, shape.decode_rows)
+    if s.lists == "exact":
+        return needs
+    if s.lists == "engine":
+        needs = MOSAIC.planner.needs(s.token_adapter, adapters, shape)
+    rungs = (MOSAIC.planner.sizes(rung, shape) for rung in itertools.count(1))
+    return next(r for r in rungs if all(size >= need for size, need in zip(r, needs, strict=True)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -223,9 +239,10 @@ def case(s: Setting, **tuning: Any) -> Case:
         "kv": s.kv,
         "modules": s.modules,
     }
+    other = tuning if s.lists == "engine" else tuning | {"lists": s.lists}
     return Case(
-        bench=("lora_prefill" if s.prompt else "lora_decode") + "_variant" * bool(tuning),
-        case=described | tuning,
+        bench=("lora_prefill" if s.prompt else "lora_decode") + "_variant" * bool(other),
+        case=described | other,
         unit="us",
         run=functools.partial(measure, s, variants=tuning),
     )
@@ -239,6 +256,8 @@ MHA = (
     (256, 256, (64,)),
     (256, 32, (16,)),
     (256, 1, (16,)),
+    (256, 1, (64,)),
+    (256, 5, MIXED),
     (64, 64, (16,)),
     (16, 16, (16,)),
     (1, 1, (64,)),
@@ -268,7 +287,12 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
     CASES += [case(decode(256, 256, ranks, modules="o")) for ranks in ((8,), (16,))]
     for s in (decode(256, 1, (16,)), decode(256, 32, (16,)), decode(16, 16, (16,))):
         CASES += tunings(s, {"split": 4}, {"split": 16})
-    CASES.append(case(decode(256, 1, (16,), prompt=True)))  # the same tokens as tiles
+    few: list[tuple[int, tuple[int, ...]]] = [(1, (64,)), (5, MIXED), (8, (64,)), (16, (16,)), (32, MIXED)]
+    for modules in ("q,k,v", "o"):
+        settings = [decode(256, n, ranks, modules=modules) for n, ranks in few]
+        CASES += [case(dataclasses.replace(s, lists="items")) for s in settings]
+        CASES += [case(s) for s in settings]
+    CASES += [case(decode(256, n, MIXED, lists="exact")) for n in (100, 256)]
     CASES.sort(
         key=lambda c: [c.case[k] for k in ("modules", "tokens", "distinct", "ranks", "d_model", "kv")]
     )  # data is made once

@@ -11,6 +11,7 @@ import pytest
 
 from slora_jax.pallas_kernels.backend import XLA, KernelShape, LoraShape, select_backend
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
+from slora_jax.pallas_kernels.xla_lora import AdapterBlocks
 
 SHAPE = LoraShape(
     tokens=96,
@@ -101,32 +102,58 @@ def test_some_rung_holds_every_batch(backend: object, popularity: str) -> None:
     sizes = planner.sizes(rung, SHAPE)
     built = planner.build(token_adapter, adapters, sizes, SHAPE)
     assert {name: array.shape for name, array in built.items()} == dict(planner.fields(sizes, SHAPE))
-    below = planner.sizes(rung - 1, SHAPE)
-    assert all(small <= large for small, large in zip(below, sizes, strict=True))
+
+
+def attention_adapter(rank: int, shape: LoraShape) -> AdapterBlocks:
+    """On q, k, v and o; where its blocks lie plays no part here."""
+    blocks = [-(-rank // 8)] * 4 + [0] * 3
+    chunks = sum(n * (a + b) for n, a, b in zip(blocks, shape.a_chunks, shape.b_chunks, strict=True))
+    return np.arange(-(-chunks // shape.chunks_per_page), dtype=np.int32), blocks, [0] * 7, [0] * 7
 
 
 @pytest.mark.parametrize("rows", [2, 8, 32, 128, 256])
 def test_mosaic_s_usual_rung_holds_an_adapter_of_rank_64_for_every_row(rows: int) -> None:
     shape = dataclasses.replace(SHAPE, tokens=rows, decode_rows=rows, prefill_seqs=0)
-    blocks, attention = [8, 8, 8, 8, 0, 0, 0], range(4)
-    chunks = sum(blocks[m] * (shape.a_chunks[m] + shape.b_chunks[m]) for m in attention)
-    pages = np.arange(-(-chunks // shape.chunks_per_page), dtype=np.int32)
     planner = MOSAIC.planner
-    needs = planner.needs(np.arange(rows), [(pages, blocks, [0] * 7, [0] * 7)] * rows, shape)
+    needs = planner.needs(np.arange(rows), [attention_adapter(64, shape)] * rows, shape)
     usual = planner.sizes(planner.usual_rung(shape), shape)
     assert all(size >= need for size, need in zip(usual, needs, strict=True)), (usual, needs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "distinct", "rank", "tiles"),
+    [
+        (256, 1, 64, 12),  # 4 tiles of 3 items: 96 items else
+        (256, 1, 16, 0),  # 32 items: one for 8 rows
+        (256, 5, 64, 15),
+        (256, 20, 64, 0),  # more tiles than there is room for
+        (256, 256, 16, 0),
+        (128, 1, 64, 0),  # 48 items
+        (128, 2, 128, 12),
+        (32, 1, 256, 0),  # too few rows for a tile
+    ],
+)
+def test_mosaic_takes_many_decodes_of_few_adapters_as_tiles(
+    rows: int, distinct: int, rank: int, tiles: int
+) -> None:
+    shape = dataclasses.replace(SHAPE, tokens=rows, decode_rows=rows, prefill_seqs=0)
+    token_adapter = np.sort(np.arange(rows) % distinct).astype(np.int32)
+    token_adapter[-3:] = -1  # fewer than the shape has room for
+    adapters = [attention_adapter(rank, shape) for _ in range(distinct)]
+    needs = MOSAIC.planner.needs(token_adapter, adapters, shape)
+    rungs = (MOSAIC.planner.sizes(rung, shape) for rung in range(1, 12))
+    sizes = next(r for r in rungs if all(size >= need for size, need in zip(r, needs, strict=True)))
+    assert (sizes[0] == 0) == bool(tiles)
+    work = MOSAIC.planner.build(token_adapter, adapters, sizes, shape)
+    assert sum(work["tiles"][0, :, 3:6].max(axis=1) > 0) == needs[1]
+    assert needs[1] >= tiles
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_step_of_usual_ranks_needs_mosaic_s_first_rung_however_its_prompts_are_cut(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = dataclasses.replace(SHAPE, tokens=256 + 1792, decode_rows=256, prefill_seqs=112)
-    ranks = rng.choice([8, 16, 32, 64], 150)
-    adapters = []
-    for rank in ranks:
-        blocks = [rank // 8] * 4 + [0] * 3
-        chunks = sum(n * (a + b) for n, a, b in zip(blocks, shape.a_chunks, shape.b_chunks, strict=True))
-        adapters.append((np.arange(-(-chunks // shape.chunks_per_page)), blocks, [0] * 7, [0] * 7))
+    adapters = [attention_adapter(int(rank), shape) for rank in rng.choice([8, 16, 32, 64], 150)]
     lengths = rng.integers(16, 16 + 2 ** rng.integers(2, 10), 112)
     prompts = np.repeat(rng.integers(0, 150, 112), lengths)[:1792]
     token_adapter = np.full(shape.tokens, -1, np.int32)

@@ -180,7 +180,16 @@ def test_plan_deals_every_chunk_once(seed: int) -> None:
     ("chunks", "h", "n_kv", "e", "page_tokens", "tile", "pad", "tuning"),
     [
         ([(0, 20), (30, 133)], 2, 1, 128, 16, 64, 5, {}),  # two heads a thread block
-        ([(5, 150)], 2, 2, 64, 16, 128, 0, {"pingpong": True}),  # MHA, 128 rows of a head
+        (
+            [(5, 150)],
+            2,
+            2,
+            64,
+            16,
+            128,
+            0,
+            {"pingpong": True, "heads_together": 1},
+        ),  # MHA, 128 rows of a head
         ([(300, 3), (0, 1)], 3, 1, 64, 32, 64, 70, {}),  # an odd group: one multiplying warpgroup
         ([(60, 70)], 1, 1, 64, 64, 128, 0, {"block_kv": 64, "stages": 3}),
     ],

@@ -71,11 +71,12 @@ def check(
     *,
     split: int | None = 1,
     decode_rows: int | None = None,
+    min_run: int = lora_work.MIN_RUN,
     spare: int = 1,
     pack: bool = False,
 ) -> None:
     """The group's outputs equal y + x A^T B of each token's adapter, one token at a time."""
-    nd, nt, lp = lora_work_needed(token_adapter, data.blocks, decode_rows)
+    nd, nt, lp = lora_work_needed(token_adapter, data.blocks, decode_rows, min_run=min_run)
     nd, nt = nd + spare if nd else 0, nt + spare if nt else 0
     host = build_lora_work(
         token_adapter,
@@ -86,6 +87,7 @@ def check(
         a_chunks=A_CHUNKS,
         b_chunks=B_CHUNKS,
         decode_rows=decode_rows,
+        min_run=min_run,
     )
     work = LoraWork(**{name: jnp.asarray(array) for name, array in host.items()})
     outs = [OUT[m] for m in group]
@@ -138,6 +140,13 @@ def test_tiles_of_prompts_beside_decodes() -> None:
     check(rng, data, token_adapter, decode_rows=3)
 
 
+def test_decodes_of_few_adapters_as_tiles_only() -> None:
+    rng = np.random.default_rng(9)
+    data = pack(rng, [{0: 8, 1: 16}, {2: 24}, {1: 72}])
+    token_adapter = np.array([-1] * 2 + [0] * 5 + [1] * 70 + [2] * 9 + [-1] * 2, np.int32)
+    check(rng, data, token_adapter, decode_rows=0, min_run=1, split=None)
+
+
 @pytest.mark.parametrize("kind", ["distinct", "zipf", "identical"])
 def test_popularity(kind: str) -> None:
     rng = np.random.default_rng(4)
@@ -181,12 +190,13 @@ def test_work_covers_every_token_once() -> None:
         token_adapter = np.repeat(rng.integers(-1, 3, 12), rng.integers(1, 90, 12)).astype(np.int32)
         adapters = [([1], [1] * 7, [0] * 7, [0] * 7)] * 3
         rows = int(rng.integers(0, len(token_adapter)))
-        _, most, _ = lora_work_needed(token_adapter, adapters, rows)
+        runs: dict[str, int] = {"decode_rows": rows, "min_run": int(rng.choice([1, 5, lora_work.MIN_RUN]))}
+        _, most, _ = lora_work_needed(token_adapter, adapters, **runs)
         room = int(rng.integers(0, most + 1))  # with less than is needed, short runs become decode items
-        nd, nt, lp = lora_work_needed(token_adapter, adapters, rows, room)
+        nd, nt, lp = lora_work_needed(token_adapter, adapters, most_tiles=room, **runs)
         assert nt <= room
         host = build_lora_work(
-            token_adapter, adapters, nd, nt, lp, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=rows
+            token_adapter, adapters, nd, nt, lp, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, **runs
         )
         seen = np.zeros(len(token_adapter), int)
         for item in host["decode"][0]:

@@ -204,6 +204,7 @@ LORA_BATCHES = {  # adapter of each decode row, -1: none; (adapter, tokens) of e
     "each its own": (list(range(5)) + [-1] * 11, []),
     "runs": ([-1, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4, 4], []),
     "one for all": ([4] * 16, []),
+    "many of few": ([-1] * 3 + [0] * 9 + [2] * 70 + [3] * 80 + [4] * 90, []),
     "decodes and prompts": (
         [0, 0, 0, 2, 3, 4, -1, 1],
         [(-1, 17), (0, 3), (1, 64), (2, 65), (3, 130), (4, 23)],
@@ -225,7 +226,7 @@ def test_lora(model: ModelConfig, batch: str) -> None:
         pool[:, pages] = packed.pages.astype(np.float32)
         adapters.append((np.asarray(pages, np.int32), *packed.layout.tables))
     decodes, prompts = LORA_BATCHES[batch]
-    rows = ROWS if decodes else 0
+    rows = -(-len(decodes) // ROWS) * ROWS
     tokens = rows + (TOKENS if prompts else 0)
     token_adapter = np.full(tokens, -1, np.int32)
     token_adapter[: len(decodes)] = decodes

@@ -196,9 +196,8 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
         clean: Any,
         turn: Any,
     ) -> None:
-        index, wg = lax.axis_index("block"), lax.axis_index("wg")
-        of_heads, index = lax.div(index, (z.tiles + 1) * together), lax.rem(index, (z.tiles + 1) * together)
-        rank, head_block = lax.div(index, together), of_heads * together + lax.rem(index, together)
+        rank, wg = lax.axis_index("rank"), lax.axis_index("wg")
+        head_block = lax.axis_index("heads") * together + lax.axis_index("head")
         seq, start, position, length = (tiles[rank * 4 + n] for n in range(4))
         context = position + length
 
@@ -443,8 +442,8 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
     return plgpu.kernel(
         prefill,
         out_type=jax.ShapeDtypeStruct((z.tokens, n_heads, e), bf16),
-        grid=((z.tiles + 1) * blocks_of_heads,),
-        grid_names=("block",),
+        grid=(blocks_of_heads // together, z.tiles + 1, together),
+        grid_names=("heads", "rank", "head"),
         num_threads=consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from slora_jax import interrupts
-from slora_jax.batch import BatchBuilder
+from slora_jax.batch import BatchBuilder, PackedStep
 from slora_jax.compile_cache import steps_folder
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.exported_steps import ExportedSteps
@@ -249,7 +249,8 @@ class ModelRunner:
         return self._batches.expect(lora_groups)
 
     def compile(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
-        """Compile the programs of shapes in threads; `progress("compiling", done, total)`.
+        """Compile the programs of shapes in threads; `progress("compiling", done, total)`. On a GPU each then
+        runs once, on nothing, while no request waits for it.
 
         Broken off (Ctrl-C), it waits for those under way only.
         """
@@ -265,6 +266,18 @@ class ModelRunner:
                     progress("compiling", done, len(todo))
         finally:
             pool.shutdown(cancel_futures=True)
+        if self._device_memory:
+            for shape in todo:
+                self.rehearse(shape)
+
+    def rehearse(self, shape: StepShape) -> None:
+        """Run a step of padding, which changes nothing: what a device does at a program's first run only, as
+        loading its kernels and making its CUDA graphs, is done after it.
+        """
+        words = PackedStep.of(shape, no_slot=self.buckets.max_batch_size).words
+        packed = jax.device_put(words, self._sharding())
+        self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
+        jax.block_until_ready(output)
 
     @property
     def pool(self) -> jax.Array:

@@ -66,7 +66,7 @@ def report_step(
 ) -> None:
     """Append one line of results, and print it; `first_steps` are seconds of those that are not timed."""
     record("engine", bench, case, round(milliseconds, 3), "ms", gpu=gpu_name(), **extra)
-    print(f"{bench} {case}: {milliseconds:.2f} ms (first steps {first_steps:.0f} s), {extra}", flush=True)
+    print(f"{bench} {case}: {milliseconds:.2f} ms (first steps {first_steps:.2f} s), {extra}", flush=True)
 
 
 def clear(engine: Engine) -> None:

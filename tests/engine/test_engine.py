@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -93,6 +94,18 @@ def test_step_shapes_that_pack_into_as_many_words_are_different_programs(engine:
     assert longer.packed_size == biased.packed_size
     first, second = (engine._runner._builder.build(s) for s in (longer, biased))
     assert first.begin is not second.begin  # type: ignore[attr-defined]
+
+
+def test_a_rehearsed_step_changes_nothing(engine: Engine) -> None:
+    runner = engine._runner
+    adapters = list(ADAPTERS)
+    before = [out.token_ids for out in engine.generate(PROMPTS[:4], adapters, GREEDY)]
+    state = [np.asarray(leaf) for leaf in jax.tree.leaves((runner.pool, runner._slots))]
+    for shape in list(runner._programs):
+        runner.rehearse(shape)
+    for old, leaf in zip(state, jax.tree.leaves((runner.pool, runner._slots)), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), old)
+    assert [out.token_ids for out in engine.generate(PROMPTS[:4], adapters, GREEDY)] == before
 
 
 def test_numbers_beyond_int32_and_of_numpy(engine: Engine) -> None:

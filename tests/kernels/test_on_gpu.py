@@ -174,6 +174,20 @@ def test_prefill_attention(model: ModelConfig) -> None:
     assert not np.any(np.asarray(got[ends[-1] :])), "tokens of no tile"
 
 
+def test_attention_of_padding_alone_gives_zeros(model: ModelConfig) -> None:
+    """As a step that is rehearsed has it."""
+    data, zeros = paged(model, [16]), jnp.zeros(ROWS, jnp.int32)
+    pool, table = jnp.asarray(data.pool, jnp.bfloat16), jnp.zeros((ROWS, 4), jnp.int32)
+    q = bf16(np.random.default_rng(1), TOKENS, model.num_attention_heads, model.head_dim)
+    q = q.astype(jnp.bfloat16)
+    decode = jax.jit(lambda *a: MOSAIC.decode_attention(*a, **sizes(model)))
+    assert not np.any(np.asarray(decode(q[:ROWS], pool, jnp.int32(LAYER), table, zeros)))
+    prefill = jax.jit(lambda *a: MOSAIC.prefill_attention(*a, tile=MOSAIC.prefill_tile, **sizes(model)))
+    of_tokens = jnp.zeros(TOKENS, jnp.int32)
+    got = prefill(q, pool, jnp.int32(LAYER), table, of_tokens, zeros - 1, zeros, zeros, of_tokens)
+    assert not np.any(np.asarray(got))
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 272])
 def test_write_kv(model: ModelConfig, tokens: int) -> None:
     rng = np.random.default_rng(2)
@@ -210,6 +224,7 @@ LORA_BATCHES = {  # adapter of each decode row, -1: none; (adapter, tokens) of e
         [(-1, 17), (0, 3), (1, 64), (2, 65), (3, 130), (4, 23)],
     ),
     "prompts": ([], [(4, 300), (0, 1), (3, 24), (1, 40)]),
+    "none": ([-1] * 16, [(-1, 40)]),
 }  # fmt: skip
 
 

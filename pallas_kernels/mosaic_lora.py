@@ -54,10 +54,10 @@ def apply_lora(
     x bf16 [t, in_dim]; y bf16 [t, sum(out_dims)], updated in place where XLA may; pool bf16 [n_layers,
     n_pages, page_elems]; `modules` are numbers in the order q, k, v, o, gate, up, down and one of
     MODULE_GROUPS. The scaling is part of B. Sums in float32; x A^T and the product with B are each
-    rounded to bf16 once. `split` forces over how many thread blocks a decode item's columns are
-    divided, `stages` how many steps the copies run ahead; the rest of `tuning` are LoraConfig's. Where t is
-    no multiple of 8, or below 64 with tiles, x and y are padded, which copies them. Raises ValueError for
-    shapes that the kernels cannot do.
+    rounded to bf16 once. `split` forces over how many thread blocks the columns of a decode item (where there
+    are none, of a tile) are divided, `stages` how many steps the copies run ahead; the rest of `tuning` are
+    LoraConfig's. Where t is no multiple of 8, or below 64 with tiles, x and y are padded, which copies them.
+    Raises ValueError for shapes that the kernels cannot do.
     """
     group = _check(x, y, pool, modules, in_dim, out_dims, chunk_width)
     config = LoraConfig(
@@ -93,18 +93,17 @@ def _apply(
     rest = work.pages, layer.reshape(1)
     y_ref = jax.new_ref(y)
     if nd:
-        split = split or _split(nd, config)
-        if split == 1:
+        parts = split or _split(nd, config)
+        if parts == 1:
             decode_kernel(config, nd, 1, "both")(x, chunks, work.decode, *rest, y_ref)
         else:
-            split = abs(split)
-            h = decode_kernel(config, nd, split, "shrink")(x, chunks, work.decode, *rest)
-            decode_kernel(config, nd, split, "expand")(h, chunks, work.decode, *rest, y_ref)
+            h = decode_kernel(config, nd, parts, "shrink")(x, chunks, work.decode, *rest)
+            decode_kernel(config, nd, parts, "expand")(h, chunks, work.decode, *rest, y_ref)
     if nt:
         config = dataclasses.replace(config, stages=2)
-        split = _split(nt, config)
-        h = tile_shrink_kernel(config, nt, split)(x, chunks, work.tiles, *rest)
-        tile_expand_kernel(config, nt, split)(h, chunks, work.tiles, *rest, y_ref)
+        parts = (not nd and split) or _split(nt, config)
+        h = tile_shrink_kernel(config, nt, parts)(x, chunks, work.tiles, *rest)
+        tile_expand_kernel(config, nt, parts)(h, chunks, work.tiles, *rest, y_ref)
     return jax.freeze(y_ref)[:t]
 
 

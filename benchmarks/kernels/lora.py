@@ -292,6 +292,7 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
         settings = [decode(256, n, ranks, modules=modules) for n, ranks in few]
         CASES += [case(dataclasses.replace(s, lists="items")) for s in settings]
         CASES += [case(s) for s in settings]
+        CASES += tunings(settings[0], {"split": 4}, {"split": 16})
     CASES += [case(decode(256, n, MIXED, lists="exact")) for n in (100, 256)]
     CASES.sort(
         key=lambda c: [c.case[k] for k in ("modules", "tokens", "distinct", "ranks", "d_model", "kv")]

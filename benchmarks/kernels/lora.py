@@ -39,8 +39,8 @@ class Setting:
     kv: int  # columns of k and of v
     prompt: bool = False
     modules: str = "q,k,v"  # or o
-    # The engine's work lists; those without tiles for decodes; without padding either.
-    lists: Literal["engine", "items", "exact"] = "engine"
+    # The engine's work lists; no tiles for decodes; tiles only; no padding to a rung.
+    lists: Literal["engine", "items", "tiles", "exact"] = "engine"
 
     @property
     def out_dims(self) -> tuple[int, ...]:
@@ -137,6 +137,8 @@ def _list_sizes(s: Setting, adapters: list[AdapterBlocks], shape: LoraShape) -> 
         return needs
     if s.lists == "engine":
         needs = MOSAIC.planner.needs(s.token_adapter, adapters, shape)
+    elif s.lists == "tiles":
+        needs = lora_work_needed(s.token_adapter, adapters, 0, min_run=1)
     rungs = (MOSAIC.planner.sizes(rung, shape) for rung in itertools.count(1))
     return next(r for r in rungs if all(size >= need for size, need in zip(r, needs, strict=True)))
 
@@ -287,12 +289,12 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
     CASES += [case(decode(256, 256, ranks, modules="o")) for ranks in ((8,), (16,))]
     for s in (decode(256, 1, (16,)), decode(256, 32, (16,)), decode(16, 16, (16,))):
         CASES += tunings(s, {"split": 4}, {"split": 16})
-    few: list[tuple[int, tuple[int, ...]]] = [(1, (64,)), (5, MIXED), (8, (64,)), (16, (16,)), (32, MIXED)]
+    few: list[tuple[int, tuple[int, ...]]] = [(1, (16,)), (1, (64,)), (5, MIXED), (10, (64,)), (32, (16,))]
     for modules in ("q,k,v", "o"):
         settings = [decode(256, n, ranks, modules=modules) for n, ranks in few]
         CASES += [case(dataclasses.replace(s, lists="items")) for s in settings]
-        CASES += [case(s) for s in settings]
-        CASES += tunings(settings[0], {"split": 4}, {"split": 16})
+        CASES += [case(dataclasses.replace(s, lists="tiles")) for s in settings]
+        CASES += tunings(dataclasses.replace(settings[1], lists="tiles"), {"split": 4}, {"split": 16})
     CASES += [case(decode(256, n, MIXED, lists="exact")) for n in (100, 256)]
     CASES.sort(
         key=lambda c: [c.case[k] for k in ("modules", "tokens", "distinct", "ranks", "d_model", "kv")]

@@ -4,7 +4,9 @@ An *item* is what one thread block computes: up to 8 rank blocks (64 rank rows) 
 that share an input (a *group* of modules: q,k,v; o; gate,up; down), for some tokens of one window of rows:
 
 - a decode item has a window of 8 rows and any set of its tokens;
-- a tile has a window of 64 rows and one run of its tokens: for prompts, and for decodes of few adapters.
+- a run has a window of 16 rows and tokens of it side by side: for decodes of few adapters, whose weights
+  then are read half as often;
+- a tile has a window of 64 rows and tokens of it side by side: for prompts.
 
 Windows begin at multiples of 8 rows, because that is how TMA addresses swizzled tiles. Sort a batch's
 decode rows by adapter where possible: an adapter's weights are then read by the fewest items. Ranks are
@@ -24,13 +26,13 @@ from slora_jax.pallas_kernels.xla_lora import AdapterBlocks
 
 MODULE_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # q k v; o; gate up; down: those that share an input
 SLOTS = 8  # rank blocks of an item: 64 rows, one wgmma tile
-WINDOW, TILE = 8, 64  # rows of a decode item and of a tile
+WINDOW, RUN, TILE = 8, 16, 64  # rows of a decode item, of a run and of a tile
 MIN_RUN = 24  # tokens of one adapter in a row from which tiles are faster than decode items
 FIELDS = 13
 
 # Of an item: its window's first row; a decode item's tokens, counted from it and 4 bits each, and how many
-# they are, or a tile's first token and end, counted from it; where each module's blocks end among the
-# item's (3); where the adapter's page list begins; by module, the chunk where block 0 would begin if the
+# they are, or a run's or tile's first token and end, counted from it; where each module's blocks end among
+# the item's (3); where the adapter's page list begins; by module, the chunk where block 0 would begin if the
 # item's blocks were all of that module, of A (3), of B (3).
 ROW, FIRST, END, ENDS, PAGES, A, B = 0, 1, 2, 3, 6, 7, 10
 
@@ -43,6 +45,7 @@ class LoraWork:
     """A batch's items, built by `build_lora_work`; all int32. Items of no blocks are padding."""
 
     decode: jax.Array  # [4, nd, FIELDS] decode items of each group of modules
+    runs: jax.Array  # [4, nr, FIELDS]
     tiles: jax.Array  # [4, nt, FIELDS]
     pages: jax.Array  # [lp] page lists of the batch's adapters, one after another
 
@@ -62,39 +65,46 @@ def lora_work_needed(
     adapters: Sequence[AdapterBlocks],
     decode_rows: int | None = None,
     most_tiles: int | None = None,
-    min_run: int = MIN_RUN,
-) -> tuple[int, int, int]:
-    """The smallest (nd, nt, lp) that hold this batch, with nt at most `most_tiles`; see build_lora_work."""
+    *,
+    as_runs: bool = False,
+) -> tuple[int, int, int, int]:
+    """The smallest (nd, nr, nt, lp) that hold this batch, with nt at most `most_tiles`; see build_lora_work.
+
+    `as_runs`: of runs only, with nd and nt 0.
+    """
     counts = _counts(*_kinds(adapters))
-    windows = _windows(np.asarray(token_adapter, np.int32), counts, decode_rows, most_tiles, min_run)
-    nd, nt = (int(counts[w.adapter].sum(0).max(initial=0)) for w in windows)
-    return nd, nt, sum(len(a[0]) for a in adapters)
+    windows = _windows(np.asarray(token_adapter, np.int32), counts, decode_rows, most_tiles, as_runs)
+    nd, nr, nt = (int(counts[w.adapter].sum(0).max(initial=0)) for w in windows)
+    return nd, nr, nt, sum(len(a[0]) for a in adapters)
 
 
 def build_lora_work(
     token_adapter: np.ndarray,
     adapters: Sequence[AdapterBlocks],
     nd: int,
+    nr: int,
     nt: int,
     lp: int,
     *,
     a_chunks: Sequence[int],
     b_chunks: Sequence[int],
     decode_rows: int | None = None,
-    min_run: int = MIN_RUN,
 ) -> dict[str, np.ndarray]:
-    """The fields of LoraWork as int32 arrays, padded to nd decode items and nt tiles a group and lp pages.
+    """The fields of LoraWork as int32 arrays, padded to nd decode items, nr runs and nt tiles a group
+    and lp pages.
 
     `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]:
-    chunks in one block of A and of B by module. Runs of at least `min_run` tokens of one adapter become
-    tiles, but for the first `decode_rows` tokens (default: all); where nt has no room for all such runs, the
-    shortest are decode items. Raises ValueError where nd or lp is too small, or an index has no adapter.
+    chunks in one block of A and of B by module. Where nr is not 0, all tokens are in runs. Otherwise at least
+    MIN_RUN tokens of one adapter side by side become tiles, but for the first `decode_rows` tokens (default:
+    all); where nt has no room for all of them, the fewest are decode items. Raises ValueError where nd, nr or
+    lp is too small, or an index has no adapter.
     """
     token_adapter = np.asarray(token_adapter, np.int32)
     if token_adapter.max(initial=-1) >= len(adapters):
         raise ValueError(f"token_adapter names adapter {token_adapter.max()} of {len(adapters)}")
     out = {
         "decode": np.zeros((len(MODULE_GROUPS), nd, FIELDS), np.int32),
+        "runs": np.zeros((len(MODULE_GROUPS), nr, FIELDS), np.int32),
         "tiles": np.zeros((len(MODULE_GROUPS), nt, FIELDS), np.int32),
         "pages": np.zeros(lp, np.int32),
     }
@@ -107,15 +117,15 @@ def build_lora_work(
     page_base = np.cumsum(lengths) - lengths
     kind, kinds = _kinds(adapters)
     plans = [_adapter_items(*tables, tuple(a_chunks), tuple(b_chunks)) for tables in kinds]
-    windows = _windows(token_adapter, _counts(kind, kinds), decode_rows, nt, min_run)
+    windows = _windows(token_adapter, _counts(kind, kinds), decode_rows, nt, nr > 0)
     for group in range(len(MODULE_GROUPS)):
         tables = [plan[group] for plan in plans]
         counts = np.array([len(table) for table in tables])
         table, start = np.concatenate(tables), np.cumsum(counts) - counts
-        for name, window in zip(("decode", "tiles"), windows, strict=True):
+        for name, window in zip(("decode", "runs", "tiles"), windows, strict=True):
             times = counts[kind[window.adapter]]
-            if name == "decode" and times.sum() > nd:
-                raise ValueError(f"nd={nd} is too small: need {times.sum()}")
+            if times.sum() > out[name].shape[1]:
+                raise ValueError(f"{name}: {out[name].shape[1]} items are too few: need {times.sum()}")
             which = np.repeat(np.arange(len(times)), times)
             nth = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
             adapter = window.adapter[which]
@@ -149,28 +159,28 @@ def _windows(
     counts: np.ndarray,
     decode_rows: int | None,
     most_tiles: int | None,
-    min_run: int,
-) -> tuple[_Windows, _Windows]:
-    """(decode windows, tiles) of a batch; `counts` as `_counts` gives it."""
+    as_runs: bool,
+) -> tuple[_Windows, _Windows, _Windows]:
+    """Those of (decode items, runs, tiles) of a batch; `counts` as `_counts` gives it."""
     total, n_adapters = len(token_adapter), len(counts) - 1
+    none = _Windows(*np.zeros((4, 0), np.int64))
+    if as_runs:
+        start = np.flatnonzero(np.diff(token_adapter, prepend=-2))
+        start, end = (x[token_adapter[start] >= 0] for x in (start, np.append(start[1:], total)))
+        return none, _side_by_side(token_adapter, start, end, RUN), none
     border = total if decode_rows is None else min(decode_rows, total)
     edge = np.flatnonzero(np.diff(token_adapter, prepend=-2))
     edge = np.unique(np.append(edge, border)) if border < total else edge
     start, end = edge, np.append(edge[1:], total)
-    long = (start >= border) & (end - start >= min_run) & (token_adapter[start] >= 0)
+    long = (start >= border) & (end - start >= MIN_RUN) & (token_adapter[start] >= 0)
     start, end = start[long], end[long]
-    first = start // WINDOW * WINDOW
-    count = -(-(end - first) // TILE)
     if most_tiles is not None:
         longest = np.argsort(start - end, kind="stable")
+        count = -(-(end - start // WINDOW * WINDOW) // TILE)
         tiles_so_far = np.cumsum(count[longest, None] * counts[token_adapter[start[longest]]], axis=0)
         fit = np.sort(longest[(tiles_so_far <= most_tiles).all(axis=1)])
-        start, end, first, count = (x[fit] for x in (start, end, first, count))
-    run = np.repeat(np.arange(len(start)), count)
-    row = first[run] + TILE * (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count))
-    tiles = _Windows(
-        token_adapter[start][run], row, np.maximum(start[run] - row, 0), np.minimum(end[run] - row, TILE)
-    )
+        start, end = start[fit], end[fit]
+    tiles = _side_by_side(token_adapter, start, end, TILE)
 
     left = token_adapter.copy()
     for s, e in zip(start, end, strict=True):
@@ -184,7 +194,21 @@ def _windows(
     np.add.at(nibbles, inverse[by_key], token[by_key] % WINDOW << 4 * nth)
     order = np.argsort(key % max(n_adapters, 1), kind="stable")  # items of one adapter side by side: L2
     window, adapter = np.divmod(key[order], max(n_adapters, 1))
-    return _Windows(adapter, window * WINDOW, nibbles[order], count[order]), tiles
+    return _Windows(adapter, window * WINDOW, nibbles[order], count[order]), none, tiles
+
+
+def _side_by_side(token_adapter: np.ndarray, start: np.ndarray, end: np.ndarray, rows: int) -> _Windows:
+    """The tokens from each start to its end, of one adapter each, in windows of `rows` rows."""
+    first = start // WINDOW * WINDOW
+    count = -(-(end - first) // rows)
+    which = np.repeat(np.arange(len(start)), count)
+    row = first[which] + rows * (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count))
+    return _Windows(
+        token_adapter[start][which],
+        row,
+        np.maximum(start[which] - row, 0),
+        np.minimum(end[which] - row, rows),
+    )
 
 
 @functools.lru_cache(maxsize=4096)

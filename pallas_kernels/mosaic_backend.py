@@ -12,8 +12,8 @@ from slora_jax.pallas_kernels import mosaic_attention_operands
 from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, KernelShape, LoraShape, Sizes
 from slora_jax.pallas_kernels.lora_work import (
     FIELDS,
-    MIN_RUN,
     MODULE_GROUPS,
+    RUN,
     SLOTS,
     TILE,
     LoraWork,
@@ -27,7 +27,7 @@ from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, prefill_atten
 
 USUAL_ITEMS = 3  # of an adapter and a token or tile: rank 64 on q, k and v
 FIRST_ITEMS = 64
-DECODE_TILES = 32  # of a step without prompts: each is divided over 8 thread blocks
+RUNS = 64  # of a step without prompts: each is divided over 4 thread blocks
 
 
 def unsupported(shape: KernelShape) -> str | None:
@@ -45,48 +45,47 @@ def unsupported(shape: KernelShape) -> str | None:
 
 
 class MosaicPlanner:
-    """Work lists of `mosaic_lora`: sizes are (decode items, tiles of a group of modules, adapter pages)."""
+    """Work lists of `mosaic_lora`: sizes are decode items, runs and tiles of a group of modules; pages."""
 
     def needs(self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], shape: LoraShape) -> Sizes:
         """Those of fewer tiles, where the first rung then has room: another rung costs seconds to compile.
 
-        Many decodes of few adapters become tiles: one of 64 rows reads an adapter's weights once, 8 items of
-        8 rows eight times.
+        Many decodes of few adapters become runs, which read an adapter's weights half as often.
         """
         needs = lora_work_needed(token_adapter, adapters, shape.decode_rows)
-        items, tiles, _ = self.sizes(1, shape)
-        if needs[0] > FIRST_ITEMS and len(adapters) <= DECODE_TILES and _may_have_tiles(shape):
-            instead = lora_work_needed(token_adapter, adapters, 0, min_run=1)
-            return instead if instead[1] <= DECODE_TILES else needs
-        if needs[1] > tiles:
+        items, _, tiles, _ = self.sizes(1, shape)
+        if needs[0] > FIRST_ITEMS and len(adapters) <= RUNS and _may_have_runs(shape):
+            instead = lora_work_needed(token_adapter, adapters, as_runs=True)
+            return instead if instead[1] <= RUNS else needs
+        if needs[2] > tiles:
             fewer = lora_work_needed(token_adapter, adapters, shape.decode_rows, tiles)
             return fewer if fewer[0] <= items else needs
         return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """With prompts four times the rung below; without 64 items, 32 tiles, 128, 256, 1024, ... items.
+        """With prompts four times the rung below; without 64 items, 64 runs, 128, 256, 1024, ... items.
 
         Up to 64 and 128 items are divided over 4 and 2 thread blocks each. Steps with prompts begin with
         room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of their
         time.
         """
         if rung == 0:
-            return 0, 0, 0
-        items, tiles, prompts = FIRST_ITEMS, 0, shape.tokens - shape.decode_rows
+            return 0, 0, 0, 0
+        items, runs, tiles, prompts = FIRST_ITEMS, 0, 0, shape.tokens - shape.decode_rows
         if prompts:
             while items < 2 * (shape.decode_rows + shape.prefill_seqs):
                 items *= 4
-            runs = -(-prompts // TILE) + prompts // (4 * TILE) + 1
-            items, tiles = (n * 4 ** (rung - 1) for n in (items, pl.next_power_of_2(USUAL_ITEMS * runs)))
-        elif rung == 2 and _may_have_tiles(shape):
-            items, tiles = 0, DECODE_TILES
+            windows = -(-prompts // TILE) + prompts // (4 * TILE) + 1
+            items, tiles = (n * 4 ** (rung - 1) for n in (items, pl.next_power_of_2(USUAL_ITEMS * windows)))
+        elif rung == 2 and _may_have_runs(shape):
+            items, runs = 0, RUNS
         else:
-            rung -= rung > 2 and _may_have_tiles(shape)
+            rung -= rung > 2 and _may_have_runs(shape)
             items *= rung if rung < 3 else 4 ** (rung - 2)
         chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
         widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)
-        pages = -(-(items + tiles) * SLOTS * widest // shape.chunks_per_page)
-        return items, tiles, pages + shape.decode_rows + shape.prefill_seqs
+        pages = -(-(items + runs + tiles) * SLOTS * widest // shape.chunks_per_page)
+        return items, runs, tiles, pages + shape.decode_rows + shape.prefill_seqs
 
     def usual_rung(self, shape: LoraShape) -> int:
         """Where decodes have room for another adapter of rank 64 in each row; with prompts the first."""
@@ -96,28 +95,27 @@ class MosaicPlanner:
         return next(enough)
 
     def fields(self, sizes: Sizes, shape: LoraShape) -> Mapping[str, tuple[int, ...]]:
-        decode, tiles, pages = sizes
-        groups = len(MODULE_GROUPS)
-        return {"decode": (groups, decode, FIELDS), "tiles": (groups, tiles, FIELDS), "pages": (pages,)}
+        *items, pages = sizes
+        names = "decode", "runs", "tiles"
+        of_items = {name: (len(MODULE_GROUPS), n, FIELDS) for name, n in zip(names, items, strict=True)}
+        return of_items | {"pages": (pages,)}
 
     def build(
         self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], sizes: Sizes, shape: LoraShape
     ) -> Mapping[str, np.ndarray]:
-        tiles_only = sizes[0] == 0
         return build_lora_work(
             token_adapter,
             adapters,
             *sizes,
             a_chunks=shape.a_chunks,
             b_chunks=shape.b_chunks,
-            decode_rows=0 if tiles_only else shape.decode_rows,
-            min_run=1 if tiles_only else MIN_RUN,
+            decode_rows=shape.decode_rows,
         )
 
 
-def _may_have_tiles(shape: LoraShape) -> bool:
-    """Whether a step without prompts has a rung of tiles only: its decodes fill one."""
-    return shape.tokens == shape.decode_rows >= TILE
+def _may_have_runs(shape: LoraShape) -> bool:
+    """Whether a step has a rung of runs: one without prompts whose decodes need more than the first."""
+    return shape.tokens == shape.decode_rows >= 8 * RUN
 
 
 MOSAIC = Backend(

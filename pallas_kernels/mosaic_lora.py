@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, TILE, WINDOW, LoraWork
+from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, RUN, TILE, WINDOW, LoraWork
 from slora_jax.pallas_kernels.mosaic_lora_decode import decode_kernel
 from slora_jax.pallas_kernels.mosaic_lora_item import LoraConfig
 from slora_jax.pallas_kernels.mosaic_lora_tiles import tile_expand_kernel, tile_shrink_kernel
@@ -54,10 +54,10 @@ def apply_lora(
     x bf16 [t, in_dim]; y bf16 [t, sum(out_dims)], updated in place where XLA may; pool bf16 [n_layers,
     n_pages, page_elems]; `modules` are numbers in the order q, k, v, o, gate, up, down and one of
     MODULE_GROUPS. The scaling is part of B. Sums in float32; x A^T and the product with B are each
-    rounded to bf16 once. `split` forces over how many thread blocks the columns of a decode item (where there
-    are none, of a tile) are divided, `stages` how many steps the copies run ahead; the rest of `tuning` are
-    LoraConfig's. Where t is no multiple of 8, or below 64 with tiles, x and y are padded, which copies them.
-    Raises ValueError for shapes that the kernels cannot do.
+    rounded to bf16 once. `split` forces over how many thread blocks a decode item's or run's columns are
+    divided, `stages` how many steps the copies run ahead; the rest of `tuning` are LoraConfig's. Where t is
+    no multiple of 8 (with runs of 16), or below 64 with tiles, x and y are padded, which copies them. Raises
+    ValueError for shapes that the kernels cannot do.
     """
     group = _check(x, y, pool, modules, in_dim, out_dims, chunk_width)
     config = LoraConfig(
@@ -84,26 +84,26 @@ def _apply(
     layer: jax.Array,
     work: LoraWork,
 ) -> jax.Array:
-    t, nd, nt = x.shape[0], work.decode.shape[1], work.tiles.shape[1]
-    if t == 0 or nd + nt == 0:
+    t, (nd, nr, nt) = x.shape[0], (items.shape[1] for items in (work.decode, work.runs, work.tiles))
+    if t == 0 or nd + nr + nt == 0:
         return y
-    if pad := max(-t % WINDOW, TILE - t if nt else 0):
+    if pad := max(-t % (RUN if nr else WINDOW), TILE - t if nt else 0):
         x, y = (jnp.pad(a, ((0, pad), (0, 0))) for a in (x, y))
     chunks = pool.reshape(-1, config.width)
     rest = work.pages, layer.reshape(1)
     y_ref = jax.new_ref(y)
-    if nd:
-        parts = split or _split(nd, config)
-        if parts == 1:
-            decode_kernel(config, nd, 1, "both")(x, chunks, work.decode, *rest, y_ref)
-        else:
-            h = decode_kernel(config, nd, parts, "shrink")(x, chunks, work.decode, *rest)
-            decode_kernel(config, nd, parts, "expand")(h, chunks, work.decode, *rest, y_ref)
+    runs = dataclasses.replace(config, window=RUN, deltas=1)  # two buffers would leave no room for two blocks
+    for items, n, config_of_items in ((work.decode, nd, config), (work.runs, nr, runs)):
+        parts = split or _split(n, config)
+        if n and parts == 1:
+            decode_kernel(config_of_items, n, 1, "both")(x, chunks, items, *rest, y_ref)
+        elif n:
+            h = decode_kernel(config_of_items, n, parts, "shrink")(x, chunks, items, *rest)
+            decode_kernel(config_of_items, n, parts, "expand")(h, chunks, items, *rest, y_ref)
     if nt:
-        config = dataclasses.replace(config, stages=2)
-        parts = (not nd and split) or _split(nt, config)
-        h = tile_shrink_kernel(config, nt, parts)(x, chunks, work.tiles, *rest)
-        tile_expand_kernel(config, nt, parts)(h, chunks, work.tiles, *rest, y_ref)
+        tiles, parts = dataclasses.replace(config, stages=2), _split(nt, config)
+        h = tile_shrink_kernel(tiles, nt, parts)(x, chunks, work.tiles, *rest)
+        tile_expand_kernel(tiles, nt, parts)(h, chunks, work.tiles, *rest, y_ref)
     return jax.freeze(y_ref)[:t]
 
 

@@ -1,4 +1,4 @@
-"""LoRA of decode items: the weights are on wgmma's long side, 64 rank rows by the 8 tokens of a window.
+"""LoRA of decode items and runs: the weights are on wgmma's long side, 64 rank rows by a window's tokens.
 
 One warpgroup copies, another multiplies. A ring of stages holds the chunks on their way.
 """
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.lora_work import SLOTS, WINDOW
+from slora_jax.pallas_kernels.lora_work import SLOTS
 from slora_jax.pallas_kernels.mosaic_lora_item import (
     OPERAND,
     RANKS,
@@ -48,11 +48,11 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
     """Of phase "both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand":
     h instead of x.
 
-    h f32 [split, nd * 64, 8]: r by t of each item, a summand from each part. One warpgroup copies, another
-    multiplies.
+    h f32 [split, nd * 64, window]: r by t of each item, a summand from each part. One warpgroup copies,
+    another multiplies.
     """
-    n_modules, width = len(config.out_dims), config.width
-    tokens = WINDOW * n_modules
+    n_modules, width, window = len(config.out_dims), config.width, config.window
+    tokens = window * n_modules
     pieces = width // SWIZZLE  # of a chunk's columns, as they are added to y
 
     def decode(
@@ -118,7 +118,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
                 @pl.when(warp == WARPS - 1)
                 def _() -> None:
                     column = jnp.where(is_a, k, 0) * width
-                    source = x.at[pl.ds(item.row, WINDOW), pl.ds(column, width)]
+                    source = x.at[pl.ds(item.row, window), pl.ds(column, width)]
                     copy_if(source, scratch["x_s"].at[stage], barriers.at[stage], is_a, config)
 
             loop(jnp.int32(0), total, step)
@@ -134,17 +134,15 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
 
                 loop(jnp.int32(0), shrinks, step)
 
-            return accumulate((RANKS, WINDOW), steps)
+            return accumulate((RANKS, window), steps)
 
         def expand(h: jax.Array, y: Ref) -> None:
             h_s, d_s = scratch["h_s"], scratch["d_s"]
-            r = iota((RANKS, WINDOW), 0)
-            t = lax.rem(iota((SWIZZLE, tokens), 1), WINDOW)
-            found = [t == jnp.where(n < item.count, item.token(n), -1) for n in range(WINDOW)]
-            own = functools.reduce(jnp.logical_or, found)
+            r = iota((RANKS, window), 0)
+            own = item.has(lax.rem(iota((SWIZZLE, tokens), 1), window))
             for m in range(n_modules):
                 mine = (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
-                h_s.at[pl.ds(WINDOW * m, WINDOW)].T[...] = jnp.where(mine, h, 0.0).astype(jnp.bfloat16)
+                h_s.at[pl.ds(window * m, window)].T[...] = jnp.where(mine, h, 0.0).astype(jnp.bfloat16)
             plgpu.commit_smem()
 
             def step(i: jax.Array, stage: jax.Array) -> None:
@@ -182,8 +180,8 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
                     def _(m: int = m) -> None:
                         for c in parts:
                             column = config.columns[m] + k * width + SWIZZLE * c
-                            source = d_s.at[pl.ds(buffer + tokens * c + WINDOW * m, WINDOW)]
-                            target = y.at[pl.ds(item.row, WINDOW), pl.ds(column, SWIZZLE)]
+                            source = d_s.at[pl.ds(buffer + tokens * c + window * m, window)]
+                            target = y.at[pl.ds(item.row, window), pl.ds(column, SWIZZLE)]
                             add_to_memory(source, target, config)
 
             def few_tokens_step(i: jax.Array, stage: jax.Array) -> None:
@@ -201,7 +199,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
                                 y,
                                 first=jnp.asarray(item.start(m), jnp.int32),
                                 end=item.ends[m],
-                                h_row=WINDOW * m + t,
+                                h_row=window * m + t,
                                 row=item.row + t,
                                 column=config.columns[m] + k * width,
                                 interpreted=config.interpret is not None,
@@ -236,12 +234,12 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
         "free_s": plgpu.Barrier(num_barriers=config.stages),
     }
     if reads_x:
-        scratch["x_s"] = plgpu.SMEM((config.stages, WINDOW, width), bf16, transforms=OPERAND)
+        scratch["x_s"] = plgpu.SMEM((config.stages, window, width), bf16, transforms=OPERAND)
     if phase != "shrink":
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
         rows = config.deltas * pieces * tokens  # (w/64, m, t), w of 64
         scratch["d_s"] = plgpu.SMEM((rows, SWIZZLE), bf16, transforms=ROWS)
-    out_type = jax.ShapeDtypeStruct((split, nd * RANKS, WINDOW), jnp.float32) if phase == "shrink" else ()
+    out_type = jax.ShapeDtypeStruct((split, nd * RANKS, window), jnp.float32) if phase == "shrink" else ()
 
     def body(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, **scratch: Ref) -> None:
         decode(x, chunks, items, pages, layer, out, scratch)

@@ -36,7 +36,8 @@ class LoraConfig:
     stages: int = 3  # at most, of decode items; tiles have 2
     pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
-    # Of decode items:
+    # Of decode items and runs:
+    window: int = WINDOW  # rows: WINDOW, or RUN
     deltas: int = 2  # buffers of products on their way to y
     whole_window: int = 3  # tokens from which an item expands its window with wgmma instead of row by row
 
@@ -61,7 +62,8 @@ class Item:
         self.config, self._pages = config, pages
         self.row = pl.multiple_of(items[config.group, index, ROW], WINDOW)
         self.first, self.end = items[config.group, index, FIRST], items[config.group, index, END]
-        self.count = self.end  # of a decode item's tokens
+        self.is_run = config.window > WINDOW
+        self.count = self.end - self.first if self.is_run else self.end  # of a decode item's or run's tokens
         self.ends = [items[config.group, index, ENDS + m] for m in range(3)]
         self.blocks = self.ends[2]
         self._page_base = items[config.group, index, PAGES]
@@ -70,8 +72,19 @@ class Item:
         self._first_page = layer[0] * config.n_pages
 
     def token(self, n: jax.Array | int) -> jax.Array:
-        """The nth token of a decode item, counted from the window's first."""
+        """The nth token of a decode item or run, counted from the window's first."""
+        if self.is_run:
+            nth: jax.Array = self.first + n
+            return nth
         return lax.rem(lax.shift_right_logical(self.first, jnp.int32(4 * n)), WINDOW)
+
+    def has(self, t: jax.Array) -> jax.Array:
+        """Whether token t of the window, an array of them, is one of a decode item's or run's."""
+        if self.is_run:
+            inside: jax.Array = (t >= self.first) & (t < self.end)
+            return inside
+        found = [t == jnp.where(n < self.count, self.token(n), -1) for n in range(WINDOW)]
+        return functools.reduce(jnp.logical_or, found)
 
     def start(self, m: int) -> jax.Array | int:
         """First block of module m."""

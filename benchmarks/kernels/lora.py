@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.kernels.common import Case, Ceilings, Measurement, seconds_per_call
 from slora_jax.pallas_kernels.backend import LoraShape
 from slora_jax.pallas_kernels.lora_work import LoraWork, lora_work_needed
-from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
+from slora_jax.pallas_kernels.mosaic_backend import MOSAIC, RUNS
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
 from slora_jax.pallas_kernels.xla_lora import AdapterBlocks
 
@@ -39,8 +39,8 @@ class Setting:
     kv: int  # columns of k and of v
     prompt: bool = False
     modules: str = "q,k,v"  # or o
-    # The engine's work lists; no tiles for decodes; tiles only; no padding to a rung.
-    lists: Literal["engine", "items", "tiles", "exact"] = "engine"
+    # The engine's work lists; decode items only; runs only; no padding to a rung.
+    lists: Literal["engine", "items", "runs", "exact"] = "engine"
 
     @property
     def out_dims(self) -> tuple[int, ...]:
@@ -135,10 +135,11 @@ def _list_sizes(s: Setting, adapters: list[AdapterBlocks], shape: LoraShape) -> 
     needs: tuple[int, ...] = lora_work_needed(s.token_adapter, adapters, shape.decode_rows)
     if s.lists == "exact":
         return needs
+    if s.lists == "runs":  # in as many as the engine's where these do
+        _, runs, _, pages = lora_work_needed(s.token_adapter, adapters, as_runs=True)
+        return 0, max(RUNS, runs), 0, pages
     if s.lists == "engine":
         needs = MOSAIC.planner.needs(s.token_adapter, adapters, shape)
-    elif s.lists == "tiles":
-        needs = lora_work_needed(s.token_adapter, adapters, 0, min_run=1)
     rungs = (MOSAIC.planner.sizes(rung, shape) for rung in itertools.count(1))
     return next(r for r in rungs if all(size >= need for size, need in zip(r, needs, strict=True)))
 
@@ -293,8 +294,10 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
     for modules in ("q,k,v", "o"):
         settings = [decode(256, n, ranks, modules=modules) for n, ranks in few]
         CASES += [case(dataclasses.replace(s, lists="items")) for s in settings]
-        CASES += [case(dataclasses.replace(s, lists="tiles")) for s in settings]
-        CASES += tunings(dataclasses.replace(settings[1], lists="tiles"), {"split": 4}, {"split": 16})
+        CASES += [case(dataclasses.replace(s, lists="runs")) for s in settings]
+        for s in settings[:3]:
+            CASES += [case(s)] * (modules == "o")
+            CASES += tunings(s, {"split": 2}, {"split": 8})
     CASES += [case(decode(256, n, MIXED, lists="exact")) for n in (100, 256)]
     CASES.sort(
         key=lambda c: [c.case[k] for k in ("modules", "tokens", "distinct", "ranks", "d_model", "kv")]

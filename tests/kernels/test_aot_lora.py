@@ -21,24 +21,28 @@ BARRIERS = 512  # bytes, at most
 
 
 @pytest.mark.parametrize(
-    ("tokens", "nd", "nt", "in_dim", "out_dims", "width", "page_elems"),
+    ("tokens", "nd", "nr", "nt", "in_dim", "out_dims", "width", "page_elems"),
     [
-        (256, 256, 0, 4096, (4096, 4096, 4096), 256, 131072),  # Llama-2-7B, fused
-        (256, 32, 0, 4096, (4096, 4096, 4096), 256, 131072),  # split
-        (256, 256, 0, 4096, (4096, 1024, 1024), 256, 32768),  # Llama-3-8B
-        (256, 256, 0, 5120, (13824, 13824), 256, 163840),  # Llama-2-13B, gate and up
-        (256, 256, 0, 11008, (4096,), 256, 131072),  # down
-        (32, 32, 0, 896, (896, 128, 128), 128, 16384),  # chunks of 128
-        (64, 64, 0, 576, (576, 192, 192), 64, 6144),  # SmolLM2-135M
-        (256, 0, 32, 4096, (4096, 4096, 4096), 256, 131072),  # decodes of few adapters
-        (2048, 64, 40, 4096, (4096, 4096, 4096), 256, 131072),  # prompts beside decodes
-        (40, 8, 2, 4096, (4096, 1024, 1024), 256, 32768),  # one short prompt: padded to a tile
+        (256, 256, 0, 0, 4096, (4096, 4096, 4096), 256, 131072),  # Llama-2-7B, fused
+        (256, 32, 0, 0, 4096, (4096, 4096, 4096), 256, 131072),  # split
+        (256, 256, 0, 0, 4096, (4096, 1024, 1024), 256, 32768),  # Llama-3-8B
+        (256, 256, 0, 0, 5120, (13824, 13824), 256, 163840),  # Llama-2-13B, gate and up
+        (256, 256, 0, 0, 11008, (4096,), 256, 131072),  # down
+        (32, 32, 0, 0, 896, (896, 128, 128), 128, 16384),  # chunks of 128
+        (64, 64, 0, 0, 576, (576, 192, 192), 64, 6144),  # SmolLM2-135M
+        (256, 0, 64, 0, 4096, (4096, 4096, 4096), 256, 131072),  # decodes of few adapters
+        (256, 0, 64, 0, 4096, (4096,), 256, 131072),
+        (256, 0, 64, 0, 5120, (13824, 13824), 256, 163840),
+        (128, 0, 64, 0, 576, (576, 192, 192), 64, 6144),
+        (2048, 64, 0, 40, 4096, (4096, 4096, 4096), 256, 131072),  # prompts beside decodes
+        (40, 8, 0, 2, 4096, (4096, 1024, 1024), 256, 32768),  # one short prompt: padded to a tile
     ],
 )
 def test_compiles_for_h200(
     dump: Path,
     tokens: int,
     nd: int,
+    nr: int,
     nt: int,
     in_dim: int,
     out_dims: tuple[int, ...],
@@ -55,9 +59,9 @@ def test_compiles_for_h200(
         return y
 
     bf16, i32 = jnp.bfloat16, jnp.int32
-    items: Any = [aot.shape((4, n, FIELDS), i32) for n in (nd, nt)]
+    items: Any = [aot.shape((4, n, FIELDS), i32) for n in (nd, nr, nt)]
     pages: Any = aot.shape((4096,), i32)
-    work = LoraWork(items[0], items[1], pages)
+    work = LoraWork(items[0], items[1], items[2], pages)
     y, x = aot.shape((tokens, sum(out_dims)), bf16), aot.shape((tokens, in_dim), bf16)
     compiled = aot.compile_for_h200(
         two_layers, y, x, aot.shape((LAYERS, PAGES, page_elems), bf16), work, donate=(0,)

@@ -121,20 +121,20 @@ def test_mosaic_s_usual_rung_holds_an_adapter_of_rank_64_for_every_row(rows: int
 
 
 @pytest.mark.parametrize(
-    ("rows", "distinct", "rank", "tiles"),
+    ("rows", "distinct", "rank", "runs"),
     [
-        (256, 1, 64, 12),  # 4 tiles of 3 items: 96 items else
+        (256, 1, 64, 48),  # 16 windows of 3 items: 96 items else
         (256, 1, 16, 0),  # 32 items: one for 8 rows
-        (256, 5, 64, 15),
-        (256, 20, 64, 0),  # more tiles than there is room for
+        (256, 5, 32, 32),
+        (256, 20, 64, 0),  # more than there is room for
         (256, 256, 16, 0),
         (128, 1, 64, 0),  # 48 items
-        (128, 2, 128, 12),
-        (32, 1, 256, 0),  # too few rows for a tile
+        (128, 2, 128, 48),
+        (64, 1, 256, 0),  # too few rows
     ],
 )
-def test_mosaic_takes_many_decodes_of_few_adapters_as_tiles(
-    rows: int, distinct: int, rank: int, tiles: int
+def test_mosaic_takes_many_decodes_of_few_adapters_as_runs(
+    rows: int, distinct: int, rank: int, runs: int
 ) -> None:
     shape = dataclasses.replace(SHAPE, tokens=rows, decode_rows=rows, prefill_seqs=0)
     token_adapter = np.sort(np.arange(rows) % distinct).astype(np.int32)
@@ -143,10 +143,10 @@ def test_mosaic_takes_many_decodes_of_few_adapters_as_tiles(
     needs = MOSAIC.planner.needs(token_adapter, adapters, shape)
     rungs = (MOSAIC.planner.sizes(rung, shape) for rung in range(1, 12))
     sizes = next(r for r in rungs if all(size >= need for size, need in zip(r, needs, strict=True)))
-    assert (sizes[0] == 0) == bool(tiles)
+    assert (sizes[0] == 0) == bool(runs)
     work = MOSAIC.planner.build(token_adapter, adapters, sizes, shape)
-    assert sum(work["tiles"][0, :, 3:6].max(axis=1) > 0) == needs[1]
-    assert needs[1] >= tiles
+    assert sum(work["runs"][0, :, 3:6].max(axis=1) > 0) == needs[1]
+    assert needs[1] >= runs
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -162,4 +162,4 @@ def test_a_step_of_usual_ranks_needs_mosaic_s_first_rung_however_its_prompts_are
     planner = MOSAIC.planner
     needs, sizes = planner.needs(token_adapter, adapters, shape), planner.sizes(1, shape)
     assert all(size >= need for size, need in zip(sizes, needs, strict=True)), (sizes, needs)
-    assert planner.build(token_adapter, adapters, sizes, shape)["tiles"].shape[1] == sizes[1]
+    assert planner.build(token_adapter, adapters, sizes, shape)["tiles"].shape[1] == sizes[2]

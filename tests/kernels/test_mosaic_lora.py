@@ -71,23 +71,23 @@ def check(
     *,
     split: int | None = 1,
     decode_rows: int | None = None,
-    min_run: int = lora_work.MIN_RUN,
+    as_runs: bool = False,
     spare: int = 1,
     pack: bool = False,
 ) -> None:
     """The group's outputs equal y + x A^T B of each token's adapter, one token at a time."""
-    nd, nt, lp = lora_work_needed(token_adapter, data.blocks, decode_rows, min_run=min_run)
-    nd, nt = nd + spare if nd else 0, nt + spare if nt else 0
+    *items, lp = lora_work_needed(token_adapter, data.blocks, decode_rows, as_runs=as_runs)
+    nd, nr, nt = (n + spare if n else 0 for n in items)
     host = build_lora_work(
         token_adapter,
         data.blocks,
         nd,
+        nr,
         nt,
         lp + 1,
         a_chunks=A_CHUNKS,
         b_chunks=B_CHUNKS,
         decode_rows=decode_rows,
-        min_run=min_run,
     )
     work = LoraWork(**{name: jnp.asarray(array) for name, array in host.items()})
     outs = [OUT[m] for m in group]
@@ -140,11 +140,13 @@ def test_tiles_of_prompts_beside_decodes() -> None:
     check(rng, data, token_adapter, decode_rows=3)
 
 
-def test_decodes_of_few_adapters_as_tiles_only() -> None:
+@pytest.mark.parametrize("split", [1, 2])
+def test_decodes_of_few_adapters_as_runs(split: int) -> None:
+    """Windows full, begun and ended by others, of one token; a number of tokens that is no multiple of 16."""
     rng = np.random.default_rng(9)
-    data = pack(rng, [{0: 8, 1: 16}, {2: 24}, {1: 72}])
-    token_adapter = np.array([-1] * 2 + [0] * 5 + [1] * 70 + [2] * 9 + [-1] * 2, np.int32)
-    check(rng, data, token_adapter, decode_rows=0, min_run=1, split=None)
+    data = pack(rng, [{0: 8, 1: 16}, {2: 24}, {1: 72}, {0: 4, 1: 8, 2: 4}])
+    token_adapter = np.array([-1] * 2 + [0] * 5 + [1] * 36 + [2] * 9 + [-1] * 2 + [3] * 18, np.int32)
+    check(rng, data, token_adapter, as_runs=True, split=split, pack=split == 2)
 
 
 @pytest.mark.parametrize("kind", ["distinct", "zipf", "identical"])
@@ -165,9 +167,9 @@ def test_an_adapter_of_nans_harms_no_other() -> None:
     data = pack(rng, [{0: 8}, {0: 8, 1: 8}])
     data.pool = data.pool.at[LAYER, jnp.asarray(data.blocks[1][0])].set(jnp.nan)
     token_adapter = np.array([0, 1, 1, 1, -1, 0, 0, 1] + [0] * 30 + [1] * 30, np.int32)
-    nd, nt, lp = lora_work_needed(token_adapter, data.blocks, 8)
+    needed = lora_work_needed(token_adapter, data.blocks, 8)
     host = build_lora_work(
-        token_adapter, data.blocks, nd, nt, lp, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=8
+        token_adapter, data.blocks, *needed, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=8
     )
     work = LoraWork(**{name: jnp.asarray(array) for name, array in host.items()})
     x, y = (jnp.asarray(rng.standard_normal((68, n)), jnp.bfloat16) for n in (128, 256))
@@ -177,9 +179,8 @@ def test_an_adapter_of_nans_harms_no_other() -> None:
 
 def test_no_items_is_no_launch() -> None:
     data = pack(np.random.default_rng(5), [])
-    work = LoraWork(
-        jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32)
-    )
+    none = jnp.zeros((4, 0, 13), jnp.int32)
+    work = LoraWork(none, none, none, jnp.zeros(1, jnp.int32))
     y = jnp.ones((3, 256), jnp.bfloat16)
     assert run(jnp.ones((3, 128), jnp.bfloat16), y, data.pool, work, group=QKV, split=None) is not None
 
@@ -190,21 +191,23 @@ def test_work_covers_every_token_once() -> None:
         token_adapter = np.repeat(rng.integers(-1, 3, 12), rng.integers(1, 90, 12)).astype(np.int32)
         adapters = [([1], [1] * 7, [0] * 7, [0] * 7)] * 3
         rows = int(rng.integers(0, len(token_adapter)))
-        runs: dict[str, int] = {"decode_rows": rows, "min_run": int(rng.choice([1, 5, lora_work.MIN_RUN]))}
-        _, most, _ = lora_work_needed(token_adapter, adapters, **runs)
-        room = int(rng.integers(0, most + 1))  # with less than is needed, short runs become decode items
-        nd, nt, lp = lora_work_needed(token_adapter, adapters, most_tiles=room, **runs)
-        assert nt <= room
+        as_runs = bool(rng.integers(0, 2)) and bool((token_adapter >= 0).any())
+        _, _, most, _ = lora_work_needed(token_adapter, adapters, rows)
+        room = int(rng.integers(0, most + 1))  # with less than is needed, short ones become decode items
+        needed = lora_work_needed(token_adapter, adapters, rows, room, as_runs=as_runs)
+        assert needed[2] <= room
+        assert not as_runs or (needed[0], needed[2]) == (0, 0)
         host = build_lora_work(
-            token_adapter, adapters, nd, nt, lp, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, **runs
+            token_adapter, adapters, *needed, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=rows
         )
         seen = np.zeros(len(token_adapter), int)
         for item in host["decode"][0]:
             tokens = item[0] + [item[1] >> 4 * n & 7 for n in range(item[2])]
             seen[tokens] += 1
             assert (token_adapter[tokens] == item[6]).all()  # one page each: page_base is the adapter
-        for item in host["tiles"][0]:
-            assert item[0] + item[1] >= rows
+        assert (host["tiles"][0, :, :2].sum(1) >= rows).all()
+        assert (host["runs"][0, :, 2] <= lora_work.RUN).all()
+        for item in [*host["runs"][0], *host["tiles"][0]]:
             seen[item[0] + item[1] : item[0] + item[2]] += 1
             assert (token_adapter[item[0] + item[1] : item[0] + item[2]] == item[6]).all()
         np.testing.assert_array_equal(seen, token_adapter >= 0)
@@ -212,9 +215,8 @@ def test_work_covers_every_token_once() -> None:
 
 def test_limits_are_told() -> None:
     x, y = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((8, 256), jnp.bfloat16)
-    work = LoraWork(
-        jnp.zeros((4, 1, 13), jnp.int32), jnp.zeros((4, 0, 13), jnp.int32), jnp.zeros(1, jnp.int32)
-    )
+    none = jnp.zeros((4, 0, 13), jnp.int32)
+    work = LoraWork(jnp.zeros((4, 1, 13), jnp.int32), none, none, jnp.zeros(1, jnp.int32))
     pool = jnp.zeros((1, 1, 8 * W), jnp.bfloat16)
     good: dict[str, Any] = {"modules": QKV, "in_dim": 128, "out_dims": (128, 64, 64), "chunk_width": W}
     cases: tuple[tuple[dict[str, Any], str], ...] = (
@@ -228,10 +230,11 @@ def test_limits_are_told() -> None:
             apply_lora(x, y, pool, 0, work, **(good | bad))
     with pytest.raises(ValueError, match="bfloat16"):
         apply_lora(x.astype(jnp.float32), y, pool, 0, work, **good)
-    with pytest.raises(ValueError, match="nd=0 is too small"):
+    with pytest.raises(ValueError, match="decode: 0 items are too few: need 1"):
         build_lora_work(
             np.zeros(1, np.int32),
             [([1], [1] * 7, [0] * 7, [0] * 7)],
+            0,
             0,
             0,
             1,

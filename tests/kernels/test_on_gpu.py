@@ -218,7 +218,7 @@ LORA_BATCHES = {  # adapter of each decode row, -1: none; (adapter, tokens) of e
     "each its own": (list(range(5)) + [-1] * 11, []),
     "runs": ([-1, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4, 4, 4], []),
     "one for all": ([4] * 16, []),
-    "many of few": ([-1] * 3 + [0] * 9 + [2] * 70 + [3] * 80 + [4] * 90, []),
+    "many of few": ([-1] * 3 + [0] * 2 + [1] + [3] * 200 + [4] * 210, []),  # runs
     "decodes and prompts": (
         [0, 0, 0, 2, 3, 4, -1, 1],
         [(-1, 17), (0, 3), (1, 64), (2, 65), (3, 130), (4, 23)],

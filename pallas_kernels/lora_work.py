@@ -4,8 +4,8 @@ An *item* is what one thread block computes: up to 8 rank blocks (64 rank rows) 
 that share an input (a *group* of modules: q,k,v; o; gate,up; down), for some tokens of one window of rows:
 
 - a decode item has a window of 8 rows and any set of its tokens;
-- a run has a window of 16 rows and tokens of it side by side: for decodes of few adapters, whose weights
-  then are read half as often;
+- a run has a window of 16 rows and tokens of it side by side: for decodes of few adapters, on modules that
+  share their input with others, so that weights are read half as often;
 - a tile has a window of 64 rows and tokens of it side by side: for prompts.
 
 Windows begin at multiples of 8 rows, because that is how TMA addresses swizzled tiles. Sort a batch's
@@ -70,12 +70,20 @@ def lora_work_needed(
 ) -> tuple[int, int, int, int]:
     """The smallest (nd, nr, nt, lp) that hold this batch, with nt at most `most_tiles`; see build_lora_work.
 
-    `as_runs`: of runs only, with nd and nt 0.
+    `as_runs`: with nt 0, and with runs in the groups that have them.
     """
     counts = _counts(*_kinds(adapters))
-    windows = _windows(np.asarray(token_adapter, np.int32), counts, decode_rows, most_tiles, as_runs)
-    nd, nr, nt = (int(counts[w.adapter].sum(0).max(initial=0)) for w in windows)
+    by_group = _windows(np.asarray(token_adapter, np.int32), counts, decode_rows, most_tiles, as_runs)
+    nd, nr, nt = (
+        max(int(counts[windows.adapter, group].sum()) for group, windows in enumerate(kind))
+        for kind in zip(*by_group, strict=True)
+    )
     return nd, nr, nt, sum(len(a[0]) for a in adapters)
+
+
+def has_runs(group: int) -> bool:
+    """Whether a group of modules has runs instead of decode items, where a batch has runs."""
+    return len(MODULE_GROUPS[group]) > 1
 
 
 def build_lora_work(
@@ -94,9 +102,10 @@ def build_lora_work(
     and lp pages.
 
     `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]:
-    chunks in one block of A and of B by module. Where nr is not 0, all tokens are in runs. Otherwise at least
-    MIN_RUN tokens of one adapter side by side become tiles, but for the first `decode_rows` tokens (default:
-    all); where nt has no room for all of them, the fewest are decode items. Raises ValueError where nd, nr or
+    chunks in one block of A and of B by module. Where nr is not 0, groups that have runs have nothing else,
+    and the others decode items. Otherwise at least MIN_RUN tokens of one adapter side by side become tiles,
+    but for the first `decode_rows` tokens (default: all); where nt has no room for all of them, the fewest
+    are decode items. Raises ValueError where nd, nr or
     lp is too small, or an index has no adapter.
     """
     token_adapter = np.asarray(token_adapter, np.int32)
@@ -117,8 +126,8 @@ def build_lora_work(
     page_base = np.cumsum(lengths) - lengths
     kind, kinds = _kinds(adapters)
     plans = [_adapter_items(*tables, tuple(a_chunks), tuple(b_chunks)) for tables in kinds]
-    windows = _windows(token_adapter, _counts(kind, kinds), decode_rows, nt, nr > 0)
-    for group in range(len(MODULE_GROUPS)):
+    by_group = _windows(token_adapter, _counts(kind, kinds), decode_rows, nt, nr > 0)
+    for group, windows in enumerate(by_group):
         tables = [plan[group] for plan in plans]
         counts = np.array([len(table) for table in tables])
         table, start = np.concatenate(tables), np.cumsum(counts) - counts
@@ -160,15 +169,10 @@ def _windows(
     decode_rows: int | None,
     most_tiles: int | None,
     as_runs: bool,
-) -> tuple[_Windows, _Windows, _Windows]:
-    """Those of (decode items, runs, tiles) of a batch; `counts` as `_counts` gives it."""
+) -> list[tuple[_Windows, _Windows, _Windows]]:
+    """Of each group, those of (decode items, runs, tiles); `counts` as `_counts` gives it."""
     total, n_adapters = len(token_adapter), len(counts) - 1
-    none = _Windows(*np.zeros((4, 0), np.int64))
-    if as_runs:
-        start = np.flatnonzero(np.diff(token_adapter, prepend=-2))
-        start, end = (x[token_adapter[start] >= 0] for x in (start, np.append(start[1:], total)))
-        return none, _side_by_side(token_adapter, start, end, RUN), none
-    border = total if decode_rows is None else min(decode_rows, total)
+    border = total if decode_rows is None or as_runs else min(decode_rows, total)
     edge = np.flatnonzero(np.diff(token_adapter, prepend=-2))
     edge = np.unique(np.append(edge, border)) if border < total else edge
     start, end = edge, np.append(edge[1:], total)
@@ -194,7 +198,17 @@ def _windows(
     np.add.at(nibbles, inverse[by_key], token[by_key] % WINDOW << 4 * nth)
     order = np.argsort(key % max(n_adapters, 1), kind="stable")  # items of one adapter side by side: L2
     window, adapter = np.divmod(key[order], max(n_adapters, 1))
-    return _Windows(adapter, window * WINDOW, nibbles[order], count[order]), none, tiles
+    decodes = _Windows(adapter, window * WINDOW, nibbles[order], count[order])
+    none = _Windows(*np.zeros((4, 0), np.int64))
+    if not as_runs:
+        return [(decodes, none, tiles)] * len(MODULE_GROUPS)
+    start = np.flatnonzero(np.diff(token_adapter, prepend=-2))
+    start, end = (x[token_adapter[start] >= 0] for x in (start, np.append(start[1:], total)))
+    runs = _side_by_side(token_adapter, start, end, RUN)
+    return [
+        (none, runs, tiles) if has_runs(group) else (decodes, none, tiles)
+        for group in range(len(MODULE_GROUPS))
+    ]
 
 
 def _side_by_side(token_adapter: np.ndarray, start: np.ndarray, end: np.ndarray, rows: int) -> _Windows:

@@ -56,14 +56,14 @@ class MosaicPlanner:
         items, _, tiles, _ = self.sizes(1, shape)
         if needs[0] > FIRST_ITEMS and len(adapters) <= RUNS and _may_have_runs(shape):
             instead = lora_work_needed(token_adapter, adapters, as_runs=True)
-            return instead if instead[1] <= RUNS else needs
+            return instead if instead[0] <= FIRST_ITEMS and instead[1] <= RUNS else needs
         if needs[2] > tiles:
             fewer = lora_work_needed(token_adapter, adapters, shape.decode_rows, tiles)
             return fewer if fewer[0] <= items else needs
         return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """With prompts four times the rung below; without 64 items, 64 runs, 128, 256, 1024, ... items.
+        """With prompts four times the rung below; without 64 items, these and 64 runs, 128 items, 256, 1024, ...
 
         Up to 64 and 128 items are divided over 4 and 2 thread blocks each. Steps with prompts begin with
         room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of their
@@ -78,13 +78,13 @@ class MosaicPlanner:
             windows = -(-prompts // TILE) + prompts // (4 * TILE) + 1
             items, tiles = (n * 4 ** (rung - 1) for n in (items, pl.next_power_of_2(USUAL_ITEMS * windows)))
         elif rung == 2 and _may_have_runs(shape):
-            items, runs = 0, RUNS
+            runs = RUNS
         else:
             rung -= rung > 2 and _may_have_runs(shape)
             items *= rung if rung < 3 else 4 ** (rung - 2)
         chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
         widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)
-        pages = -(-(items + runs + tiles) * SLOTS * widest // shape.chunks_per_page)
+        pages = -(-(items + tiles) * SLOTS * widest // shape.chunks_per_page)
         return items, runs, tiles, pages + shape.decode_rows + shape.prefill_seqs
 
     def usual_rung(self, shape: LoraShape) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, RUN, TILE, WINDOW, LoraWork
+from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, RUN, TILE, WINDOW, LoraWork, has_runs
 from slora_jax.pallas_kernels.mosaic_lora_decode import decode_kernel
 from slora_jax.pallas_kernels.mosaic_lora_item import LoraConfig
 from slora_jax.pallas_kernels.mosaic_lora_tiles import tile_expand_kernel, tile_shrink_kernel
@@ -92,14 +92,16 @@ def _apply(
     chunks = pool.reshape(-1, config.width)
     rest = work.pages, layer.reshape(1)
     y_ref = jax.new_ref(y)
-    runs = dataclasses.replace(config, window=RUN, deltas=1)  # two buffers would leave no room for two blocks
-    for items, n, config_of_items in ((work.decode, nd, config), (work.runs, nr, runs)):
+    items = work.decode
+    if nr and has_runs(config.group):
+        config, items = dataclasses.replace(config, window=RUN), work.runs
+    if n := items.shape[1]:
         parts = split or _split(n, config)
-        if n and parts == 1:
-            decode_kernel(config_of_items, n, 1, "both")(x, chunks, items, *rest, y_ref)
-        elif n:
-            h = decode_kernel(config_of_items, n, parts, "shrink")(x, chunks, items, *rest)
-            decode_kernel(config_of_items, n, parts, "expand")(h, chunks, items, *rest, y_ref)
+        if parts == 1:
+            decode_kernel(config, n, 1, "both")(x, chunks, items, *rest, y_ref)
+        else:
+            h = decode_kernel(config, n, parts, "shrink")(x, chunks, items, *rest)
+            decode_kernel(config, n, parts, "expand")(h, chunks, items, *rest, y_ref)
     if nt:
         tiles, parts = dataclasses.replace(config, stages=2), _split(nt, config)
         h = tile_shrink_kernel(tiles, nt, parts)(x, chunks, work.tiles, *rest)

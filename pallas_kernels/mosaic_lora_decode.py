@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.lora_work import SLOTS
+from slora_jax.pallas_kernels.lora_work import SLOTS, WINDOW
 from slora_jax.pallas_kernels.mosaic_lora_item import (
     OPERAND,
     RANKS,
@@ -54,6 +54,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
     n_modules, width, window = len(config.out_dims), config.width, config.window
     tokens = window * n_modules
     pieces = width // SWIZZLE  # of a chunk's columns, as they are added to y
+    at_once = max(1, pieces * WINDOW // window)  # as many as registers hold for two thread blocks an SM
 
     def decode(
         x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, scratch: dict[str, Ref]
@@ -146,40 +147,45 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
             plgpu.commit_smem()
 
             def step(i: jax.Array, stage: jax.Array) -> None:
-                k = part + split * (i - shrinks)
                 wait_until_full(stage)
+                for turn, piece in enumerate(range(0, pieces, at_once)):
+                    add_pieces(i, stage, piece, i * (pieces // at_once) + turn)
 
+            def add_pieces(i: jax.Array, stage: jax.Array, first: int, turn: jax.Array) -> None:
                 def multiply(*accs: Ref) -> list[jax.Array]:
-                    for c, acc in enumerate(accs):
+                    for c, acc in enumerate(accs, first):
                         w = chunk_rows(stage).at[:, pl.ds(SWIZZLE * c, SWIZZLE)]  # r, w
                         plgpu.wgmma(acc, w.T, h_s.T)
                     return [acc[...] for acc in accs]
 
                 acc = plgpu.ACC((SWIZZLE, tokens), jnp.float32)
-                deltas = pl.run_scoped(multiply, *[acc] * pieces)
-                plgpu.barrier_arrive(free.at[stage])
-                # The last chunk of this buffer of d_s has left it.
+                deltas = pl.run_scoped(multiply, *[acc] * at_once)
+                if first + at_once == pieces:
+                    plgpu.barrier_arrive(free.at[stage])
+                # The last pieces of this buffer of d_s have left it.
                 plgpu.wait_smem_to_gmem(config.deltas - 1, wait_read_only=True)
-                buffer = pieces * tokens * lax.rem(i, config.deltas)
+                buffer = at_once * tokens * lax.rem(turn, config.deltas)
                 for c, delta in enumerate(deltas):
                     delta = jnp.where(own, delta, 0.0)  # an adapter's NaNs stay with its tokens
                     d_s.at[pl.ds(buffer + tokens * c, tokens)].T[...] = delta.astype(jnp.bfloat16)
                 plgpu.commit_smem()
+                column = (part + split * (i - shrinks)) * width + SWIZZLE * first
                 if config.interpret is None:  # whose warps could not add as `add_to_memory` does
-                    plgpu.warp_map(lambda warp: add_modules(k, buffer, [warp], warp < pieces))
+                    plgpu.warp_map(lambda warp: add_modules(column, buffer, [warp], warp < at_once))
                 else:
-                    add_modules(k, buffer, range(pieces), True)
+                    add_modules(column, buffer, range(at_once), True)
                 plgpu.commit_smem_to_gmem_group()
 
             def add_modules(
-                k: jax.Array, buffer: jax.Array, parts: Sequence[jax.Array | int], some: jax.Array | bool
+                first: jax.Array, buffer: jax.Array, parts: Sequence[jax.Array | int], some: jax.Array | bool
             ) -> None:
+                """Add pieces to each module that has their columns, from column `first` of it on."""
                 for m in range(n_modules):
 
-                    @pl.when((item.ends[m] > item.start(m)) & (k < config.b_chunks[m]) & some)
+                    @pl.when((item.ends[m] > item.start(m)) & (first < config.out_dims[m]) & some)
                     def _(m: int = m) -> None:
                         for c in parts:
-                            column = config.columns[m] + k * width + SWIZZLE * c
+                            column = config.columns[m] + first + SWIZZLE * c
                             source = d_s.at[pl.ds(buffer + tokens * c + window * m, window)]
                             target = y.at[pl.ds(item.row, window), pl.ds(column, SWIZZLE)]
                             add_to_memory(source, target, config)
@@ -237,7 +243,7 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
         scratch["x_s"] = plgpu.SMEM((config.stages, window, width), bf16, transforms=OPERAND)
     if phase != "shrink":
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
-        rows = config.deltas * pieces * tokens  # (w/64, m, t), w of 64
+        rows = config.deltas * at_once * tokens  # (w/64, m, t), w of 64
         scratch["d_s"] = plgpu.SMEM((rows, SWIZZLE), bf16, transforms=ROWS)
     out_type = jax.ShapeDtypeStruct((split, nd * RANKS, window), jnp.float32) if phase == "shrink" else ()
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.aot
 LAYERS, PAGES = 4, 1000
 SMEM_OF_TWO = (233_472 - 2 * 1024) // 2  # bytes for each of two thread blocks of an SM
 BARRIERS = 512  # bytes, at most
+REGISTERS_OF_TWO = 65536 // (2 * 256)  # of a thread, where two blocks of two warpgroups share an SM
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ def test_compiles_for_h200(
     reports = aot.ptx_reports(dump)
     assert reports
     assert [r for r in reports if r.spill_bytes] == []
+    assert [r for r in reports if "lora_decode" in r.name and r.registers > REGISTERS_OF_TWO] == []
     for path in dump.rglob("lora_decode*.resources.txt"):
         sizes = re.findall(r"smem_scratch_bytes=(\d+)", path.read_text())
         assert int(sizes[0]) + BARRIERS <= SMEM_OF_TWO, f"{path.stem}: only one thread block fits an SM"

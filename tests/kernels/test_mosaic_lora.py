@@ -191,23 +191,28 @@ def test_work_covers_every_token_once() -> None:
         token_adapter = np.repeat(rng.integers(-1, 3, 12), rng.integers(1, 90, 12)).astype(np.int32)
         adapters = [([1], [1] * 7, [0] * 7, [0] * 7)] * 3
         rows = int(rng.integers(0, len(token_adapter)))
-        as_runs = bool(rng.integers(0, 2)) and bool((token_adapter >= 0).any())
+        as_runs, group = (
+            bool(rng.integers(0, 2)) and bool((token_adapter >= 0).any()),
+            int(rng.integers(0, 4)),
+        )
         _, _, most, _ = lora_work_needed(token_adapter, adapters, rows)
         room = int(rng.integers(0, most + 1))  # with less than is needed, short ones become decode items
         needed = lora_work_needed(token_adapter, adapters, rows, room, as_runs=as_runs)
         assert needed[2] <= room
-        assert not as_runs or (needed[0], needed[2]) == (0, 0)
+        assert not as_runs or needed[2] == 0
         host = build_lora_work(
             token_adapter, adapters, *needed, a_chunks=A_CHUNKS, b_chunks=B_CHUNKS, decode_rows=rows
         )
         seen = np.zeros(len(token_adapter), int)
-        for item in host["decode"][0]:
-            tokens = item[0] + [item[1] >> 4 * n & 7 for n in range(item[2])]
+        decode, runs, tiles = (host[name][group] for name in ("decode", "runs", "tiles"))
+        assert runs.any() == (as_runs and lora_work.has_runs(group))
+        for item in decode:
+            tokens = item[0] + np.array([item[1] >> 4 * n & 7 for n in range(item[2])], int)
             seen[tokens] += 1
             assert (token_adapter[tokens] == item[6]).all()  # one page each: page_base is the adapter
-        assert (host["tiles"][0, :, :2].sum(1) >= rows).all()
-        assert (host["runs"][0, :, 2] <= lora_work.RUN).all()
-        for item in [*host["runs"][0], *host["tiles"][0]]:
+        assert (tiles[:, :2].sum(1) >= rows).all()
+        assert (runs[:, 2] <= lora_work.RUN).all()
+        for item in [*runs, *tiles]:
             seen[item[0] + item[1] : item[0] + item[2]] += 1
             assert (token_adapter[item[0] + item[1] : item[0] + item[2]] == item[6]).all()
         np.testing.assert_array_equal(seen, token_adapter >= 0)

@@ -63,7 +63,7 @@ class MosaicPlanner:
         return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """With prompts four times the rung below; without 64 items, these and 64 runs, 128 items, 256, 1024, ...
+        """With prompts four times the rung below; without 64 items, these and 64 runs, 128, 256, 1024, ...
 
         Up to 64 and 128 items are divided over 4 and 2 thread blocks each. Steps with prompts begin with
         room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of their

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from benchmarks.engine import decode, mixed, offline
-from benchmarks.engine.models import MODELS
+from benchmarks.engine.models import MODELS, compiled_with
 from slora_jax.engine import Engine
-from slora_jax.programs import GPU_OPTIONS
 
 
 class Benchmark(Protocol):
@@ -54,11 +53,9 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
         parser.error("--context must be above half of --steps: the steps have this context in the mean")
     if any("=" not in option for option in args.xla):
         parser.error("--xla takes OPTION=VALUE")
-    if args.xla and engine is not None:
-        parser.error("--xla wants an engine of its own: this one has compiled steps without")
-    GPU_OPTIONS.update(option.split("=", 1) for option in args.xla)
     args.variant = {"xla": args.xla} if args.xla else {}  # of a case
-    args.run(args, engine)
+    with compiled_with(dict(option.split("=", 1) for option in args.xla), engine):
+        args.run(args, engine)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Each command is as it would be alone, without `--model`; one that wants another engine (`mixed`,
 `offline --lora-mode ..`) ends with a message. One that fails does not keep the others from running, nor
-leaves them anything; the exit status then is 1. `--xla` and decode's `--memory-fraction` want one, too.
+leaves them anything; the exit status then is 1. decode's `--memory-fraction` wants one, too.
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slora_jax import EngineConfig
 from slora_jax.engine import Engine
+from slora_jax.programs import GPU_OPTIONS
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-2-7b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -47,3 +49,22 @@ def random_engine(shape: Mapping[str, Any], config: EngineConfig) -> Engine:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         return Engine.from_pretrained(folder, config=config)
+
+
+@contextlib.contextmanager
+def compiled_with(options: Mapping[str, str], engine: Engine | None) -> Iterator[None]:
+    """Within, steps are compiled with these XLA options too; those compiled before are set aside."""
+    before = dict(GPU_OPTIONS)
+    holders = [(engine._runner, "_programs"), (engine._runner._builder, "_compiled")] if engine else []
+    kept = [getattr(holder, name) for holder, name in holders]
+    if options:
+        GPU_OPTIONS.update(options)
+        for holder, name in holders:
+            setattr(holder, name, {})
+    try:
+        yield
+    finally:
+        GPU_OPTIONS.clear()
+        GPU_OPTIONS.update(before)
+        for (holder, name), programs in zip(holders, kept, strict=True):
+            setattr(holder, name, programs)

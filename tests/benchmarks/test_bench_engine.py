@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -46,16 +45,23 @@ def test_what_the_pool_does_not_hold_is_said_and_not_timed(
 
 
 def test_what_is_compiled_with_other_options_is_another_case(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(GPU_OPTIONS, "xla_option", "0")  # restored when the test is over
-    command = "decode --batch 1 --context 20 --steps 4 --xla xla_option=1"
-    (line,) = run(monkeypatch, tmp_path, command)
-    assert line["case"]["xla"] == ["xla_option=1"]
-    assert GPU_OPTIONS["xla_option"] == "1"
-    with pytest.raises(SystemExit):
-        main([*command.split(), "--model", "tiny"], mock.create_autospec(Engine))
-    assert "wants an engine of its own" in capsys.readouterr().err
+    before, seen = dict(GPU_OPTIONS), list[Any]()
+    compile_decodes = decode.compile_decodes
+
+    def compiling(engine: Engine, *args: Any, **kw: Any) -> None:
+        compile_decodes(engine, *args, **kw)
+        seen.append((GPU_OPTIONS.get("xla_option"), engine.num_compilations))
+
+    monkeypatch.setattr(decode, "compile_decodes", compiling)
+    engine = make_engine("tiny", max_batch=1, max_model_len=64)
+    for options in ("", "--xla xla_option=1", ""):
+        lines = run(monkeypatch, tmp_path, f"decode --batch 1 --context 20 --steps 4 {options}", engine)
+    assert [line["case"].get("xla") for line in lines] == [None, ["xla_option=1"], None]
+    (_, once), (option, twice), (_, again) = seen
+    assert (option, twice, again) == ("1", 2 * once, 2 * once)
+    assert before == GPU_OPTIONS
 
 
 def test_decodes_near_the_longest_context_run_to_the_last_step(

@@ -26,9 +26,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="JSON lines are appended to it")
     args = parser.parse_args()
-    from benchmarks.kernels import attention, lora
+    from benchmarks.kernels import attention, lora, sampling
 
-    cases = [*lora.CASES, *attention.CASES]
+    cases = [*lora.CASES, *attention.CASES, *sampling.CASES]
     if args.only:
         cases = [c for c in cases if any(word in c.name for word in args.only)]
     if args.list:

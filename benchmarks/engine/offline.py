@@ -4,12 +4,14 @@ Input and output lengths uniform in [8, 512], output length forced, adapter i of
 proportional to 1 / (i + 1) ("zipf") or uniformly; LoRA on q, k, v, o; at most 256 sequences at a time;
 adapters registered in host memory and none resident at the start. Adapters of one rank share their host copy
 (2000 of them would not fit otherwise); each is copied into the pool on its own. One warm-up run of 300
-requests compiles what the timed run needs; a run that compiled something all the same is made again.
+requests compiles what the timed run needs; a run that compiled something all the same is made again. Behind
+the timed run the same requests begin once more, for a profile of some steps of a full batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import time
@@ -20,13 +22,14 @@ import numpy as np
 
 from benchmarks.arguments import COUNT, COUNT_OR_NONE, policy
 from benchmarks.engine.models import MAX_MODEL_LEN, make_engine
+from benchmarks.engine.profile import profile
 from benchmarks.engine.random_adapters import (
     SETTINGS,
     attention_groups,
     random_adapters,
     register_adapters,
 )
-from benchmarks.engine.steps import RUNS
+from benchmarks.engine.steps import RUNS, clear, seconds_a_step
 from benchmarks.papers import LONGEST, SHORTEST, by_popularity
 from benchmarks.record import gpu_name, record
 from slora_jax import EngineConfig, SamplingParams
@@ -36,6 +39,9 @@ from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.step_shape import StepShape
 
 WARM_UP = 300  # requests
+# Steps before the profiled ones: all sequences have begun, and the first have ended. Together they take some
+# 2.5 s of a 7B model.
+SETTLING, PROFILED = 64, 24
 
 Offline = tuple[list[int], str | None, int]  # prompt, adapter, output length
 
@@ -79,14 +85,16 @@ def run(args: argparse.Namespace, engine: Engine | None) -> None:
         seconds, done = measure(engine, requests, names, prepared)
         case = {"model": args.model, "setting": setting, "n": n, "popularity": args.popularity}
         case |= chosen | args.variant
+        value = round(args.requests / seconds, 2)
+        print(f"offline {case}: {value} requests/s", flush=True)
         extra = {
             **done,
+            **profile_full_batch(engine, requests),
             "compilations": {"before": warm - before, "seconds": round(compiling, 1), "while_timed": 0},
             "backend": engine._runner.backend.name,
         }
-        value = round(args.requests / seconds, 2)
         record("engine", "offline_throughput", case, value, "requests/s", gpu=gpu_name(), **extra)
-        print(f"offline {case}: {value} requests/s, {extra}", flush=True)
+        print(extra, flush=True)
         for name in names:
             engine.unload_adapter(name)
 
@@ -153,6 +161,30 @@ def measure(
     }
 
 
+def profile_full_batch(engine: Engine, requests: Sequence[Offline]) -> dict[str, Any]:
+    """`profile` of some steps in mid-run of these requests, which then end.
+
+    `idle_share` is of the traced steps' own time. The adapters in the pool are those of the run before.
+    """
+
+    def refill() -> None:
+        if not engine.requests:  # few and short ones
+            submit(engine, requests)
+
+    run_steps = functools.partial(seconds_a_step, engine, before_each=refill)
+    run_steps(SETTLING)
+    for _ in range(RUNS):
+        compiled = engine.num_compilations
+        profiled = profile(run_steps, PROFILED)
+        if engine.num_compilations == compiled:
+            break
+    else:
+        print(f"steps were compiled in each of {RUNS} profiles: none is kept", flush=True)
+        profiled = {"idle_share": None, "shares": None}
+    clear(engine)
+    return profiled
+
+
 def offline_shapes(engine: Engine, *, ranks: Sequence[int]) -> list[StepShape]:
     """The shapes of these steps, to be compiled in parallel: with adapters of such ranks; (): without any.
 
@@ -167,10 +199,15 @@ def offline_shapes(engine: Engine, *, ranks: Sequence[int]) -> list[StepShape]:
     return [s for s in shapes if bool(s.lora) == bool(ranks)]
 
 
-def run_all(engine: Engine, requests: Iterable[Offline]) -> int:
-    """Submit all at once, run until all have ended; tokens put out."""
+def submit(engine: Engine, requests: Iterable[Offline]) -> None:
+    """All at once."""
     for prompt, adapter, length in requests:
         engine.add_request(prompt, adapter, SamplingParams(max_tokens=length, temperature=0, ignore_eos=True))
+
+
+def run_all(engine: Engine, requests: Iterable[Offline]) -> int:
+    """Submit all, run until they have ended; tokens put out."""
+    submit(engine, requests)
     tokens = 0
     while engine.has_unfinished():
         tokens += sum(len(e.token_ids) for e in engine.step())

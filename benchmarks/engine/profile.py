@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,54 +17,69 @@ SHARES = {  # kernels of a profile by what they do
 }
 
 
-def profile(run: Callable[[int], object], steps: int, milliseconds: float) -> dict[str, Any]:
-    """`read_profile` of `run(steps)`."""
+COPIES = re.compile(r"memcpy(h2d|d2h)", re.I)  # by the copy engines, beside the kernels or before them
+
+Span = tuple[float, float, str]  # begin and end in nanoseconds, name
+
+
+def profile(run: Callable[[int], object], steps: int, milliseconds: float | None = None) -> dict[str, Any]:
+    """`read_profile` of `run(steps)`, which ends when the device has done all of them."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would hold the host up in every call of a function
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             run(steps)
         return read_profile(folder, steps, milliseconds)
 
 
-def read_profile(folder: str, steps: int, milliseconds: float) -> dict[str, Any]:
-    """Share of a step that the GPU idles, and the shares of its busy time by kind of kernel.
-
-    `idle_share` is of a step of so many milliseconds as timed without the profiler, which holds the host up:
-    what the traced steps' kernels do not fill of it, between steps or between kernels. `busy_ms` is a traced
-    step's time in kernels, `kernels_ms` that of the longest by name, `longest_gaps_us` what lay between two
-    kernels. Without a GPU `idle_share` is None, and the rest absent.
-    """
+def read_profile(folder: str, steps: int, milliseconds: float | None) -> dict[str, Any]:
+    """`summary` of what ran on the GPUs in a trace."""
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-    spans: list[tuple[float, float, str]] = []
+    spans: list[Span] = []
     for plane in jax.profiler.ProfileData.from_file(files[0]).planes if files else ():
         if plane.name.startswith("/device:GPU"):
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     spans += [(e.start_ns, e.start_ns + e.duration_ns, e.name) for e in line.events]
+    return summary(spans, steps, milliseconds)
+
+
+def summary(spans: Sequence[Span], steps: int, milliseconds: float | None) -> dict[str, Any]:
+    """Share of a step that the GPU idles, and the shares of its busy time by kind of kernel.
+
+    `idle_share` is what the traced steps' kernels do not fill, between steps or between kernels. It is a
+    share of `step_ms`: of the given milliseconds of a step that was timed without the profiler, which holds
+    the host up (below 0 where the same kernels took longer than that when traced); or, without them, of the
+    traced steps' own time from the first kernel to the end of the last, which can only be more idle than
+    steps that nobody traces. A GPU that waits for a copy from or to the host idles. `busy_ms` is a traced
+    step's time in kernels, `kernels_ms` that of the longest by name, `longest_gaps_us` what lay between two
+    kernels. Without kernels `idle_share` and `shares` are None, and the rest absent.
+    """
+    spans = sorted(span for span in spans if not COPIES.match(span[2]))
     if not spans:
         return {"idle_share": None, "shares": None}
-    spans.sort()
     busy, end = 0.0, spans[0][0]
     total: dict[str, float] = {}
+    top: dict[str, float] = {}
     for start, stop, name in spans:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
         kind = next((k for k, pattern in SHARES.items() if re.search(pattern, name, re.I)), "other")
         total[kind] = total.get(kind, 0.0) + stop - start
-    shares = {k: round(v / sum(total.values()), 3) for k, v in sorted(total.items())}
-    top: dict[str, float] = {}
-    for start, stop, name in spans:
         top[name] = top.get(name, 0.0) + (stop - start) / (steps * 1e6)
-    largest = dict(sorted(((n[:60], round(v, 3)) for n, v in top.items()), key=lambda p: -p[1])[:12])
+    busy_ms = busy / steps / 1e6
+    step_ms = (end - spans[0][0]) / steps / 1e6 if milliseconds is None else milliseconds
     return {
-        "idle_share": round(max(0.0, 1 - busy / steps / 1e6 / milliseconds), 4),
-        "busy_ms": round(busy / steps / 1e6, 3),
+        "idle_share": round(1 - busy_ms / step_ms, 4),
+        "step_ms": round(step_ms, 3),
+        "busy_ms": round(busy_ms, 3),
         "longest_gaps_us": gaps(spans),
-        "shares": shares,
-        "kernels_ms": largest,
+        "shares": {k: round(v / sum(total.values()), 3) for k, v in sorted(total.items())},
+        "kernels_ms": {n[:60]: round(v, 3) for n, v in sorted(top.items(), key=lambda p: -p[1])[:12]},
     }
 
 
-def gaps(spans: list[tuple[float, float, str]]) -> list[float]:
+def gaps(spans: Sequence[Span]) -> list[float]:
     """The ten longest times, in microseconds, in which nothing ran."""
     found, end = [], spans[0][0]
     for start, stop, _ in spans:

@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.common import Case, Ceilings, Measurement, relative_error, seconds_per_call
+from benchmarks.kernels.common import (
+    AGAINST_XLA,
+    Case,
+    Ceilings,
+    Measurement,
+    relative_error,
+    seconds_per_call,
+    xla_seconds,
+)
 from slora_jax.pallas_kernels import mosaic_decode, mosaic_kv, mosaic_prefill, xla_attention
 
 PAGE_TOKENS = 16
@@ -99,9 +107,7 @@ def decode(
             return xla_attention.decode_attention(q, pool, jnp.int32(i % LAYERS), table, lens, **sizes)
 
         again = jax.random.normal(jax.random.key(2), q.shape, jnp.bfloat16)
-        extra["xla_us"] = round(
-            seconds_per_call(xla, again, pool, table, lens, calls=1, repeats=3, runs=1) * 1e6
-        )
+        extra["xla_us"] = round(xla_seconds(xla, again, pool, table, lens) * 1e6)
     return Measurement(round(moved / seconds / ceilings.copy, 4), extra)
 
 
@@ -162,35 +168,38 @@ def prefill(
             return xla_attention.prefill_attention(q, pool, jnp.int32(i % LAYERS), table, *args, **sizes)
 
         again = jax.random.normal(jax.random.key(2), q.shape, jnp.bfloat16)
-        extra["xla_us"] = round(
-            seconds_per_call(xla, again, pool, table, *args, calls=1, repeats=3, runs=1) * 1e6
-        )
+        extra["xla_us"] = round(xla_seconds(xla, again, pool, table, *args) * 1e6)
     return Measurement(round(flops / seconds / 1e12, 1), extra)
 
 
 def write(
-    ceilings: Ceilings, *, tokens: int, n_kv: int, head_dim: int, backend: str = "mosaic"
+    ceilings: Ceilings, *, tokens: int, n_kv: int, head_dim: int, against_xla: bool = False
 ) -> Measurement:
     """One layer's K and V of `tokens` tokens into a pool."""
-    del ceilings
     rng = np.random.default_rng(0)
     n_pages = max(2048, 2 * tokens // PAGE_TOKENS)
     shape = (LAYERS, n_pages, 2 * n_kv * PAGE_TOKENS * head_dim)
-    pool = jnp.zeros(shape, jnp.bfloat16)
     k, v = (jax.random.normal(jax.random.key(s), (tokens, n_kv, head_dim), jnp.bfloat16) for s in (1, 2))
     slots = rng.permutation(n_pages * PAGE_TOKENS)[:tokens]
     page, offset = (jnp.asarray(x, jnp.int32) for x in (slots // PAGE_TOKENS, slots % PAGE_TOKENS))
-    writer = {"mosaic": mosaic_kv.write_kv, "xla": xla_attention.write_kv}[backend]
 
-    def step(i: int, pool: jax.Array, *args: jax.Array) -> jax.Array:
-        return writer(pool, jnp.int32(i % LAYERS), *args, page_tokens=PAGE_TOKENS)
+    def step(writer: Any, i: int, pool: jax.Array, *args: jax.Array) -> jax.Array:
+        out: jax.Array = writer(pool, jnp.int32(i % LAYERS), *args, page_tokens=PAGE_TOKENS)
+        return out
 
-    out = jax.jit(functools.partial(step, 1))(pool, k, v, page, offset)
+    ours, xla = (functools.partial(step, writer) for writer in (mosaic_kv.write_kv, xla_attention.write_kv))
+    out = jax.jit(functools.partial(ours, 1))(jnp.zeros(shape, jnp.bfloat16), k, v, page, offset)
     view = out.reshape(LAYERS, n_pages, 2, n_kv, PAGE_TOKENS, head_dim)
     assert bool((view[1, page, 0, :, offset] == k).all() & (view[1, page, 1, :, offset] == v).all()), "wrong"
     assert float(jnp.abs(view[0]).max()) == 0, "another layer was touched"
-    seconds = seconds_per_call(step, pool, k, v, page, offset)
-    return Measurement(round(seconds * 1e6, 2))
+    del view
+    seconds = seconds_per_call(ours, out, k, v, page, offset)
+    moved = 2 * (k.nbytes + v.nbytes)
+    extra: dict[str, Any] = {"of_copy": round(moved / seconds / ceilings.copy, 3)}
+    if against_xla:
+        pool = jnp.zeros(shape, jnp.bfloat16)
+        extra["xla_us"] = round(xla_seconds(xla, pool, k, v, page, offset, calls=8) * 1e6, 2)
+    return Measurement(round(seconds * 1e6, 2), extra)
 
 
 def _case(bench: str, unit: str, run: Any, *, hidden: dict[str, Any] | None = None, **case: Any) -> Case:
@@ -221,11 +230,11 @@ def _prefill(tokens: int, n_q: int, n_kv: int, head_dim: int = 128, **case: Any)
     )
 
 
-def _write(tokens: int, n_kv: int, backend: str) -> Case:
-    return _case("kv_write", "us", write, tokens=tokens, n_kv=n_kv, head_dim=128, backend=backend)
+def _write(tokens: int, n_kv: int) -> Case:
+    return _case("kv_write", "us", write, hidden=XLA, tokens=tokens, n_kv=n_kv, head_dim=128)
 
 
-XLA = {"against_xla": not os.environ.get("SLORA_BENCH_NO_XLA")}
+XLA = {"against_xla": AGAINST_XLA}
 CASES: list[Case] = [
     _decode(256, 400, 32, 32),
     _decode(256, 400, 32, 8, hidden=XLA),
@@ -246,12 +255,7 @@ CASES: list[Case] = [
     _prefill(2048, 32, 8, prompts=8),
     _prefill(512, 32, 8, before=3584),
     _prefill(4096, 32, 8, head_dim=64),
-    *(
-        _write(tokens, n_kv, backend)
-        for tokens in (256, 4096)
-        for n_kv in (8, 32)
-        for backend in ("mosaic", "xla")
-    ),
+    *(_write(tokens, n_kv) for tokens in (256, 4096) for n_kv in (8, 32)),
 ]
 if os.environ.get("SLORA_BENCH_VARIANTS"):
     for name, value in (("item_cost", 0), ("item_cost", 2), ("item_cost", 4), ("stages", 2)):

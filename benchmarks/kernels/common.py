@@ -1,13 +1,14 @@
 """Timing and recording for bench_kernels.py: what every kernel benchmark shares.
 
-A case measures one shape of one kernel. `lora.py` and `attention.py` each export `CASES`; bench_kernels.py
-runs those asked for and appends one JSON line a measurement.
+A case measures one shape of one kernel. `lora.py`, `attention.py` and `sampling.py` each export `CASES`;
+bench_kernels.py runs those asked for and appends one JSON line a measurement.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import statistics
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.record import commit, json_line
+from slora_jax.programs import GPU_OPTIONS
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernels.jsonl"
+AGAINST_XLA = not os.environ.get("SLORA_BENCH_NO_XLA")  # `xla_us`, beside some cases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,31 +60,57 @@ class Case:
         return f"{self.bench} " + " ".join(f"{k}={v}" for k, v in self.case.items())
 
 
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """`calls` of a step back to back in one executable (a CUDA graph); the carry is donated."""
+
+    compiled: Callable[..., Any]
+    calls: int
+
+    @classmethod
+    def compile(
+        cls, step: Callable[..., Any], carry: Any, *args: Any, calls: int, as_the_engine: bool = False
+    ) -> Chain:
+        """Of `carry = step(i, carry, *args)`.
+
+        `carry` (a pytree) is threaded through, so that no call can be dropped or overlap the one before it;
+        `i` is a Python int: rotate over layers, pages or buffers with it, so that what a call reads is not
+        still in the L2. `as_the_engine`: with its options for a GPU, which keep loops and conditionals in the
+        graph.
+        """
+
+        def chain(carry: Any, *args: Any) -> Any:
+            for i in range(calls):
+                carry = step(i, carry, *args)
+            return carry
+
+        options = GPU_OPTIONS if as_the_engine and jax.default_backend() == "gpu" else None
+        return cls(jax.jit(chain, donate_argnums=0).lower(carry, *args).compile(options), calls)
+
+    def seconds(self, carry: Any, *args: Any, repeats: int = 7, runs: int = 4) -> float:
+        """Median of a call. One repeat enqueues `runs` executables and then waits."""
+        carry = jax.block_until_ready(self.compiled(self.compiled(carry, *args), *args))
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for _ in range(runs):
+                carry = self.compiled(carry, *args)
+            jax.block_until_ready(carry)
+            times.append((time.perf_counter() - start) / (runs * self.calls))
+        return statistics.median(times)
+
+
 def seconds_per_call(
     step: Callable[..., Any], carry: Any, *args: Any, calls: int = 32, repeats: int = 7, runs: int = 4
 ) -> float:
-    """Median seconds of one `carry = step(i, carry, *args)`, `calls` of them back to back in one executable.
+    """Median seconds of a call in a `Chain`."""
+    return Chain.compile(step, carry, *args, calls=calls).seconds(carry, *args, repeats=repeats, runs=runs)
 
-    `carry` (a pytree) is donated and threaded through, so that no call can be dropped or overlap the one
-    before it; `i` is a Python int: rotate over layers, pages or buffers with it, so that what a call
-    reads is not still in the L2. One repeat enqueues `runs` executables (CUDA graphs) and then waits.
-    """
 
-    def chain(carry: Any, *args: Any) -> Any:
-        for i in range(calls):
-            carry = step(i, carry, *args)
-        return carry
-
-    compiled = jax.jit(chain, donate_argnums=0).lower(carry, *args).compile()
-    carry = jax.block_until_ready(compiled(compiled(carry, *args), *args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(runs):
-            carry = compiled(carry, *args)
-        jax.block_until_ready(carry)
-        times.append((time.perf_counter() - start) / (runs * calls))
-    return statistics.median(times)
+def xla_seconds(step: Callable[..., Any], carry: Any, *args: Any, calls: int = 1) -> float:
+    """The same of what the backend `xla` does, compiled as the engine does; in few calls, which are slow."""
+    chain = Chain.compile(step, carry, *args, calls=calls, as_the_engine=True)
+    return chain.seconds(carry, *args, repeats=3, runs=2)
 
 
 def measure_ceilings() -> Ceilings:

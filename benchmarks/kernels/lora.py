@@ -2,7 +2,8 @@
 
 Work lists have the sizes that the engine gives them, padding and all (`lists` of a setting: other sizes).
 Bytes are those of the true ranks' A and B (decode), or x, y read and written, A and B (prefill). Every
-call of a timing meets another layer or other adapters, 400 MB of them and more before one returns.
+call of a timing meets another layer or other adapters, 400 MB of them and more before one returns. `xla_us`
+is what the backend `xla` takes for the same batch; SLORA_BENCH_NO_XLA=1 leaves it out.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.common import Case, Ceilings, Measurement, seconds_per_call
-from slora_jax.pallas_kernels.backend import LoraShape
+from benchmarks.kernels.common import AGAINST_XLA, Case, Ceilings, Measurement, seconds_per_call, xla_seconds
+from slora_jax.pallas_kernels.backend import XLA, LoraPlanner, LoraShape
 from slora_jax.pallas_kernels.lora_work import LoraWork, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC, RUNS
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
-from slora_jax.pallas_kernels.xla_lora import AdapterBlocks
+from slora_jax.pallas_kernels.xla_lora import AdapterBlocks, LoraBlocks
 
 PAGE_TOKENS, W, LAYERS = 16, 256, 8
+READ_BEFORE_AGAIN = 400_000_000  # bytes, so that no call finds in the L2 what another has read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,18 @@ class Setting:
     def by_module(self, values: Sequence[int]) -> list[int]:
         """The group's values among those of all seven modules, of which the others have 0."""
         return [dict(zip(self.group, values, strict=True)).get(m, 0) for m in range(7)]
+
+    @property
+    def shape(self) -> LoraShape:
+        a, b = self.chunks
+        return LoraShape(
+            tokens=self.tokens,
+            decode_rows=0 if self.prompt else self.tokens,
+            prefill_seqs=self.distinct if self.prompt else 0,
+            chunks_per_page=self.per_page,
+            a_chunks=tuple(self.by_module([a] * len(b))),
+            b_chunks=tuple(self.by_module(b)),
+        )
 
     @property
     def per_page(self) -> int:
@@ -100,7 +114,7 @@ class Data:
 
 @functools.lru_cache(maxsize=1)
 def make(s: Setting) -> Data:
-    sets = max(1, min(64, -(-400_000_000 // (LAYERS * s.weight_bytes))))
+    sets = max(1, min(64, -(-READ_BEFORE_AGAIN // (LAYERS * s.weight_bytes))))
     counts = [s.pages_of(r) for r in s.rank_of]
     n_pages = 1 + sets * sum(counts)
     order = np.random.default_rng(0).permutation(np.arange(1, n_pages)).astype(np.int32)
@@ -110,17 +124,8 @@ def make(s: Setting) -> Data:
         [s.adapter(r, pages) for r, pages in zip(s.rank_of, lists[k * s.distinct :], strict=False)]
         for k in range(sets)
     ]
-    a, b = s.chunks
-    shape = LoraShape(
-        tokens=s.tokens,
-        decode_rows=0 if s.prompt else s.tokens,
-        prefill_seqs=s.distinct if s.prompt else 0,
-        chunks_per_page=s.per_page,
-        a_chunks=tuple(s.by_module([a] * len(b))),
-        b_chunks=tuple(s.by_module(b)),
-    )
-    sizes = _list_sizes(s, adapters[0], shape)
-    built = [MOSAIC.planner.build(s.token_adapter, w, sizes, shape) for w in adapters]
+    sizes = _list_sizes(s, adapters[0])
+    built = [MOSAIC.planner.build(s.token_adapter, w, sizes, s.shape) for w in adapters]
     works = [LoraWork(**{name: jnp.asarray(array) for name, array in work.items()}) for work in built]
     keys = jax.random.split(jax.random.key(0), 3)
     elems = PAGE_TOKENS * 2 * s.kv
@@ -131,16 +136,21 @@ def make(s: Setting) -> Data:
     return Data(x, y, pool, works, adapters)
 
 
-def _list_sizes(s: Setting, adapters: list[AdapterBlocks], shape: LoraShape) -> tuple[int, ...]:
-    needs: tuple[int, ...] = lora_work_needed(s.token_adapter, adapters, shape.decode_rows)
+def _list_sizes(s: Setting, adapters: list[AdapterBlocks]) -> tuple[int, ...]:
+    needs: tuple[int, ...] = lora_work_needed(s.token_adapter, adapters, s.shape.decode_rows)
     if s.lists == "exact":
         return needs
     if s.lists == "runs":  # in as many as the engine's where these do
         _, runs, _, pages = lora_work_needed(s.token_adapter, adapters, as_runs=True)
         return 0, max(RUNS, runs), 0, pages
     if s.lists == "engine":
-        needs = MOSAIC.planner.needs(s.token_adapter, adapters, shape)
-    rungs = (MOSAIC.planner.sizes(rung, shape) for rung in itertools.count(1))
+        needs = MOSAIC.planner.needs(s.token_adapter, adapters, s.shape)
+    return _rung(MOSAIC.planner, s, needs)
+
+
+def _rung(planner: LoraPlanner, s: Setting, needs: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the lowest rung that holds these."""
+    rungs = (planner.sizes(rung, s.shape) for rung in itertools.count(1))
     return next(r for r in rungs if all(size >= need for size, need in zip(r, needs, strict=True)))
 
 
@@ -197,7 +207,24 @@ def reference(s: Setting, layer: int) -> jax.Array:
     return out
 
 
-def measure(s: Setting, ceilings: Ceilings, variants: dict[str, Any]) -> Measurement:
+def xla_blocks(s: Setting) -> LoraBlocks:
+    """The work list of the first set of adapters for the backend `xla`, of the size the engine gives it."""
+    adapters = make(s).adapters[0]
+    sizes = _rung(XLA.planner, s, XLA.planner.needs(s.token_adapter, adapters, s.shape))
+    arrays = XLA.planner.build(s.token_adapter, adapters, sizes, s.shape)
+    return LoraBlocks(**{name: jnp.asarray(array) for name, array in arrays.items()})
+
+
+def apply_xla(
+    s: Setting, i: int, y: jax.Array, x: jax.Array, pool: jax.Array, blocks: LoraBlocks
+) -> jax.Array:
+    out: jax.Array = XLA.apply_lora(
+        x, y, pool, i % LAYERS, blocks, modules=s.group, in_dim=s.d_model, out_dims=s.out_dims, chunk_width=W
+    )
+    return out
+
+
+def measure(s: Setting, ceilings: Ceilings, variants: dict[str, Any], against_xla: bool) -> Measurement:
     data = make(s)
     once = jax.jit(lambda y, x, pool, works: apply(s, data, LAYERS - 1, y, x, pool, works, **variants))
     got = once(data.y, data.x, data.pool, data.works).astype(jnp.float32) - data.y.astype(jnp.float32)
@@ -211,10 +238,17 @@ def measure(s: Setting, ceilings: Ceilings, variants: dict[str, Any]) -> Measure
     )
     us -= alone
     moved = s.weight_bytes + s.prompt * s.tokens * 2 * (s.d_model + 2 * sum(s.out_dims))
-    return Measurement(
-        us, {"tb_s": round(moved / us / 1e6, 3), "of_copy": round(moved / us * 1e6 / ceilings.copy, 3),
-             "mb": round(moved / 1e6, 1), "error": round(error, 5)}
-    )  # fmt: skip
+    extra: dict[str, Any] = {
+        "tb_s": round(moved / us / 1e6, 3),
+        "of_copy": round(moved / us * 1e6 / ceilings.copy, 3),
+        "mb": round(moved / 1e6, 1),
+        "error": round(error, 5),
+    }
+    if against_xla:
+        carry = jnp.copy(data.y), jnp.copy(data.x)
+        seconds = xla_seconds(functools.partial(_xla_step, s), carry, data.pool, xla_blocks(s))
+        extra["xla_us"] = round(1e6 * seconds - alone, 1)
+    return Measurement(us, extra)
 
 
 Carry = tuple[jax.Array, jax.Array]
@@ -233,21 +267,27 @@ def _step(s: Setting, data: Data, variants: dict[str, Any], i: int, carry: Carry
     return _tie(i, (apply(s, data, i, y, x, *args, **variants), x))
 
 
-def case(s: Setting, **tuning: Any) -> Case:
+def _xla_step(s: Setting, i: int, carry: Carry, pool: jax.Array, blocks: LoraBlocks) -> Carry:
+    y, x = carry
+    return _tie(i, (apply_xla(s, i, y, x, pool, blocks), x))
+
+
+def case(s: Setting, *, against_xla: bool = False, **tuning: Any) -> Case:
+    """`kv` is told where k and v are narrower than the model."""
     described = {
         "tokens": s.tokens,
         "distinct": s.distinct,
         "ranks": "/".join(map(str, s.ranks)),
         "d_model": s.d_model,
-        "kv": s.kv,
         "modules": s.modules,
     }
+    described |= {"kv": s.kv} if s.kv != s.d_model else {}
     other = tuning if s.lists == "engine" else tuning | {"lists": s.lists}
     return Case(
         bench=("lora_prefill" if s.prompt else "lora_decode") + "_variant" * bool(other),
         case=described | other,
         unit="us",
-        run=functools.partial(measure, s, variants=tuning),
+        run=functools.partial(measure, s, variants=tuning, against_xla=against_xla),
     )
 
 
@@ -265,13 +305,14 @@ MHA = (
     (16, 16, (16,)),
     (1, 1, (64,)),
 )
-CASES = [
-    *(case(Setting(tokens, distinct, ranks, 4096, 4096)) for tokens, distinct, ranks in MHA),
-    *(case(Setting(256, 256, ranks, 4096, 1024)) for ranks in ((16,), MIXED)),
-    case(Setting(256, 256, (16,), 5120, 5120)),
-    case(Setting(2048, 8, (16,), 4096, 4096, prompt=True)),
-    case(Setting(2048, 8, MIXED, 4096, 1024, prompt=True)),
+SETTINGS = [
+    *(Setting(tokens, distinct, ranks, 4096, 4096) for tokens, distinct, ranks in MHA),
+    *(Setting(256, 256, ranks, 4096, 1024) for ranks in ((16,), MIXED)),
+    Setting(256, 256, (16,), 5120, 5120),
+    Setting(2048, 8, (16,), 4096, 4096, prompt=True),
+    Setting(2048, 8, MIXED, 4096, 1024, prompt=True),
 ]
+CASES = [case(s, against_xla=AGAINST_XLA) for s in SETTINGS]
 
 
 def tunings(s: Setting, *choices: dict[str, Any]) -> list[Case]:
@@ -299,6 +340,5 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
             CASES += [case(s)] * (modules == "o")
             CASES += tunings(s, {"split": 2}, {"split": 8})
     CASES += [case(decode(256, n, MIXED, lists="exact")) for n in (100, 256)]
-    CASES.sort(
-        key=lambda c: [c.case[k] for k in ("modules", "tokens", "distinct", "ranks", "d_model", "kv")]
-    )  # data is made once
+    same_data = ("modules", "tokens", "distinct", "ranks", "d_model", "kv")
+    CASES.sort(key=lambda c: [str(c.case.get(k)) for k in same_data])  # which is made once

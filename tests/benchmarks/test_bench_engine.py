@@ -103,6 +103,76 @@ def test_what_offline_counts_is_of_the_timed_run(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+def test_offline_profiles_a_full_batch_behind_the_timed_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Outside what is timed and counted, over and over where the requests are few, and ends them."""
+    run_all, read = offline.run_all, profile.read_profile
+    engine = make_engine("tiny", max_batch=2, max_model_len=32, max_step_tokens=32, num_pages=100)
+    happened: list[Any] = []
+
+    def timed(engine: Engine, requests: Sequence[offline.Offline]) -> int:
+        happened.append(len(requests))
+        return run_all(engine, requests)
+
+    def profiled(folder: str, steps: int, milliseconds: float | None) -> dict[str, Any]:
+        happened.append((steps, milliseconds, len(engine.requests) > 0))
+        assert read(folder, steps, milliseconds) == {"idle_share": None, "shares": None}  # of a CPU
+        return {"idle_share": 0.25, "shares": {"gemm": 1.0}}
+
+    monkeypatch.setattr(offline, "run_all", timed)
+    monkeypatch.setattr(profile, "read_profile", profiled)
+    monkeypatch.setattr(offline, "LONGEST", 12)
+    (line,) = run(monkeypatch, tmp_path, "offline --setting S1 --n 2 --requests 3", engine)
+    assert happened[-2:] == [3, (offline.PROFILED, None, True)]
+    assert (line["idle_share"], line["shares"]) == (0.25, {"gemm": 1.0})
+    assert line["requests"] == 3
+    assert not engine.requests
+    assert not engine.has_unfinished()
+    assert not engine.adapters()
+
+
+@pytest.mark.slow
+def test_offline_keeps_no_profile_of_steps_that_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = make_engine("tiny", max_batch=2, max_model_len=32, max_step_tokens=32, num_pages=100)
+
+    def compiles(run: Any, steps: int) -> dict[str, Any]:
+        engine._runner.compilations += 1
+        return {"idle_share": 0.9, "shares": {}}
+
+    monkeypatch.setattr(offline, "profile", compiles)
+    monkeypatch.setattr(offline, "LONGEST", 12)
+    (line,) = run(monkeypatch, tmp_path, "offline --requests 3", engine)
+    assert (line["idle_share"], line["shares"]) == (None, None)
+    assert line["value"] > 0
+
+
+def test_a_profile_says_what_kernels_leave_idle_of_a_step() -> None:
+    """Two steps of 1 ms: kernels of two streams that overlap, a copy, and a host that comes late once."""
+    ms = 1e6
+    spans = [
+        (0.0, 0.5 * ms, "nvjet_gemm"),
+        (0.25 * ms, 0.75 * ms, "decode_mosaic"),
+        (0.8 * ms, 1.1 * ms, "MemcpyH2D"),
+        (1.0 * ms, 1.5 * ms, "lora_decode_kernel"),
+        (1.75 * ms, 2.0 * ms, "loop_fusion"),
+    ]
+    found = profile.summary(spans[::-1], 2, None)
+    assert found["step_ms"] == 1
+    assert found["busy_ms"] == 0.75
+    assert found["idle_share"] == 0.25
+    assert found["longest_gaps_us"][:2] == [250, 250]
+    shares = {"attention": 0.286, "gemm": 0.286, "lora": 0.286, "other": 0.143}
+    assert found["shares"] == shares
+    timed = profile.summary(spans, 2, 0.8)  # without the profiler
+    assert (timed["idle_share"], timed["step_ms"]) == (pytest.approx(0.0625), 0.8)
+    assert profile.summary(spans, 2, 0.7)["idle_share"] < 0  # which is not hidden
+    assert profile.summary(spans[2:3], 2, 0.7) == {"idle_share": None, "shares": None}
+
+
+@pytest.mark.slow
 def test_a_mixed_step_computes_the_prompts_beside_the_decodes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,8 +4,9 @@
     python -m benchmarks.bench_engine mixed --model llama-2-7b --prompt-tokens 1792
     python -m benchmarks.bench_engine offline --model llama-2-7b --setting S2 --n 0 100 1000
 
-Each is a module of benchmarks/engine, which says what it measures. Results are appended to
-benchmarks/results/engine.jsonl.
+Each is a module of benchmarks/engine, which says what it measures. On a GPU each also traces some steps and
+says what share of them the GPU idles, and of its busy time the shares of GEMM, attention, LoRA and the rest
+(engine/profile.py). Results are appended to benchmarks/results/engine.jsonl.
 """
 
 from __future__ import annotations

@@ -27,33 +27,43 @@ from slora_jax.step_shape import ShapeBuckets
 
 pytestmark = pytest.mark.aot
 LLAMA_7B = ModelConfig(32000, 4096, 2, 32, 32, 128, 11008, 4096)  # but for its layers
-LLAMA_8B = ModelConfig(32000, 4096, 2, 32, 8, 128, 14336, 4096)
+LLAMA_8B = ModelConfig(128256, 4096, 2, 32, 8, 128, 14336, 4096)
+ITEMS, RUNS = (100,), (0, 1)  # what a LoRA work list must hold: a batch of many adapters, of few
 
 
-@pytest.mark.parametrize("config", [LLAMA_7B, LLAMA_8B], ids=["mha", "gqa"])
-@pytest.mark.parametrize("prefill_tokens", [0, 512])
+@pytest.mark.parametrize(
+    ("config", "lora", "prefill_tokens"),
+    [
+        (LLAMA_7B, ITEMS, 0),
+        (LLAMA_8B, ITEMS, 0),
+        (LLAMA_8B, RUNS, 0),
+        (LLAMA_7B, ITEMS, 512),
+        (LLAMA_8B, ITEMS, 512),
+    ],
+    ids=["mha", "gqa", "gqa, few adapters", "mha and prompts", "gqa and prompts"],
+)
 def test_a_step_is_one_graph_and_makes_no_copy_of_the_pool(
-    config: ModelConfig, prefill_tokens: int, tmp_path: Path
+    config: ModelConfig, lora: tuple[int, ...], prefill_tokens: int, tmp_path: Path
 ) -> None:
-    compile_step(config, MOSAIC, 100, prefill_tokens, tmp_path)
+    compile_step(config, MOSAIC, lora, prefill_tokens, tmp_path)
 
 
 def test_the_padded_baseline_too_is_one_graph_and_bounds_its_copies(tmp_path: Path) -> None:
     """Rank 64: 256 tokens' copies of q, k, v and gate, up would take 2 GB."""
-    compiled = compile_step(LLAMA_7B, with_padded_bmm(MOSAIC), 8, 0, tmp_path)
+    compiled = compile_step(LLAMA_7B, with_padded_bmm(MOSAIC), (8,), 0, tmp_path)
     assert aot.large_temporaries(compiled) < 2 * GATHER_BYTES
 
 
 def test_a_step_that_was_kept_on_disk_compiles_to_the_same(tmp_path: Path) -> None:
     exported = ExportedSteps(tmp_path / "steps", (), platforms=("cuda",))
-    compile_step(LLAMA_8B, MOSAIC, 100, 512, tmp_path, exported)
+    compile_step(LLAMA_8B, MOSAIC, ITEMS, 512, tmp_path, exported)
     assert len(list((tmp_path / "steps").iterdir())) == 1
 
 
 def compile_step(
     config: ModelConfig,
     backend: Backend,
-    lora: int,
+    lora: tuple[int, ...],
     prefill_tokens: int,
     tmp_path: Path,
     exported: ExportedSteps | None = None,
@@ -70,7 +80,9 @@ def compile_step(
     shape = buckets.fit(
         decodes=256, prefill_tokens=prefill_tokens, prefill_seqs=bool(prefill_tokens), pages=60, bias=0
     )
-    shape = buckets.with_lora(shape, (lora,), (0, 1, 2, 3))
+    shape = buckets.with_lora(shape, lora, (0, 1, 2, 3))
+    has_runs = dict(shape.lora).get("runs", (0, 0))[1] > 0
+    assert has_runs == (lora == RUNS)
     step_config = StepConfig(layout, Rope.from_config(config), backend, max_logprobs=20, record_logits=False)
 
     def run(
@@ -91,7 +103,7 @@ def compile_step(
         check_vma=False,
     )
     pool = jax.ShapeDtypeStruct(
-        (config.num_hidden_layers, 3000, layout.page_elems),
+        (config.num_hidden_layers, 12000, layout.page_elems),
         jnp.bfloat16,
         sharding=NamedSharding(mesh, POOL_SPEC),
     )

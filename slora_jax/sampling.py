@@ -14,14 +14,15 @@ Passes over the [R, v] logits (reads unless said otherwise), each part taken onl
     all greedy       1
     bias, penalties  copy + scatter; gather of the history, read, write
     sampled          argmax, max, exp (read, write), draw: about 5
-    top_k            + 32, one float32 threshold bit each (a count)
-    top_p            + 31, of the weights (a sum)
+    top_k            + 11 of counts, each of 3 bits of a float32 threshold (on a CPU 32 of one bit)
+    top_p            + 10 of sums of the weights, likewise (on a CPU 30), and 1
     logprobs         3, + 1 for each of the most alternatives that a row of the batch asked for
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -31,9 +32,10 @@ from jax import lax
 from jax.extend.random import threefry_2x32
 
 PROMPT_BIT = 1 << 30  # of a count: the token occurs in the prompt; the bits below count it in the output
-_BLOCK = 128  # columns reduced together in an argmax
+_BLOCK = 128  # columns reduced together, before their results are
 _MAX = float(np.finfo(np.float32).max)
 _ONE = 0x3F800000  # the bits of float32 1.0
+BITS_A_PASS = {"cpu": 1, "default": 3}  # of a threshold, by platform
 
 
 @jax.tree_util.register_dataclass
@@ -184,44 +186,75 @@ def _draw(x: jax.Array, rows: SamplingRows, sampled: jax.Array) -> jax.Array:
 
 
 def _kth_largest(x: jax.Array, largest: jax.Array, k: jax.Array) -> jax.Array:
-    """f32[R]: the k-th largest of each row of x f32[R, v], 1 <= k <= v; exact, in 32 counts."""
+    """f32[R]: the k-th largest of each row of x f32[R, v], 1 <= k <= v; exact."""
     low = jnp.full_like(largest, -jnp.inf)
-    return _bisect(
-        lambda t: jnp.sum(x >= t[:, None], axis=1, dtype=jnp.int32) >= k,
-        _ordered(low),
-        _ordered(largest) + 1,
-        32,
-    )
+    return _last_true(lambda t: x >= t[:, None], lambda n: n >= k, _ordered(low), _ordered(largest) + 1, 32)
 
 
 def _nucleus(weight: jax.Array, top_p: jax.Array) -> jax.Array:
     """f32[R]: the largest t with the weights >= t adding up to top_p of all; weight f32[R, v] in [0, 1]."""
     mass = top_p * jnp.sum(weight, axis=1)
     low = jnp.zeros_like(mass, dtype=jnp.int32)
-    return _bisect(
-        lambda t: jnp.sum(jnp.where(weight >= t[:, None], weight, 0.0), axis=1) >= mass,
+    return _last_true(
+        lambda t: jnp.where(weight >= t[:, None], weight, 0.0),
+        lambda sums: sums >= mass,
         low,
         low + (_ONE + 1),
         30,
     )
 
 
-def _bisect(
-    holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array, steps: int
+def _last_true(
+    parts: Callable[[jax.Array], jax.Array],
+    holds: Callable[[jax.Array], jax.Array],
+    low: jax.Array,
+    high: jax.Array,
+    bits: int,
 ) -> jax.Array:
-    """f32[R]: the largest float in [low, high), bounds as `_ordered` images, up to which `holds` is true.
+    """f32[R]: the largest float t in [low, high), bounds as `_ordered` images, up to which it holds.
 
-    `holds` maps f32[R] to bool[R], is true at low, and once false stays so. Exact if high - low <= 2**steps.
+    `parts` maps t f32[R] to [R, v], bool or f32; `holds` maps their sums [R] to bool[R], is true at low, and
+    once false stays so. Exact if high - low <= 2**bits.
     """
+    by_platform = {name: functools.partial(_search, parts, holds, bits, n) for name, n in BITS_A_PASS.items()}
+    image: jax.Array = lax.platform_dependent(low, (high - low).astype(jnp.uint32), **by_platform)
+    return lax.bitcast_convert_type(_flip(image), jnp.float32)
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # floor of the mean, without overflow
-        up = holds(lax.bitcast_convert_type(_flip(middle), jnp.float32))
-        return jnp.where(up, middle, low), jnp.where(up, high, middle)
 
-    low, _ = lax.fori_loop(0, steps, halve, (low, high))
-    return lax.bitcast_convert_type(_flip(low), jnp.float32)
+def _search(
+    parts: Callable[[jax.Array], jax.Array],
+    holds: Callable[[jax.Array], jax.Array],
+    bits: int,
+    digit: int,
+    low: jax.Array,
+    size: jax.Array,
+) -> jax.Array:
+    """The image in [low, low + size) that `_last_true` looks for, `digit` bits of it a pass.
+
+    A pass tries 2**digit - 1 thresholds: a GPU reads memory once for all of them, and can compare meanwhile.
+    """
+    tries = range(1, 2**digit)
+
+    def narrow(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, size = bounds
+        step = (size >> digit) + ((size & (2**digit - 1)) != 0)
+        images = [low + (n * step).astype(jnp.int32) for n in tries]
+        thresholds = [lax.bitcast_convert_type(_flip(image), jnp.float32) for image in images]
+        sums = jnp.sum(jnp.stack([_sums_of_blocks(parts(t)) for t in thresholds]), axis=2)
+        up, passed = jnp.zeros_like(step), jnp.full(low.shape, True)
+        for n, total in zip(tries, sums, strict=True):
+            passed &= (n * step < size) & holds(total)
+            up += jnp.where(passed, step, 0)
+        return low + up.astype(jnp.int32), jnp.minimum(step, size - up)
+
+    low, _ = lax.fori_loop(0, -(-bits // digit), narrow, (low, size))
+    return low
+
+
+def _sums_of_blocks(x: jax.Array) -> jax.Array:
+    """[R, blocks]: what sums of x [R, v] consist of; int32 where x is bool."""
+    blocks = x.reshape(len(x), -1, x.shape[1] if x.shape[1] % _BLOCK else _BLOCK)
+    return jnp.sum(blocks, axis=2, dtype=jnp.int32 if x.dtype == bool else x.dtype)
 
 
 def _ordered(x: jax.Array) -> jax.Array:

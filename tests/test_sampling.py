@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from jax.extend import core
 from scipy import stats
 
+from slora_jax import sampling
 from slora_jax.sampling import PROMPT_BIT, SampleResult, SamplingRows, sample, update_token_counts
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -178,6 +180,16 @@ def random_case(rng: np.random.Generator, vocab: int = VOCAB) -> tuple[Array, Sa
     return logits, rows, counts, rng.integers(0, SLOTS, ROWS).astype(np.int32)
 
 
+@pytest.fixture(params=sorted(sampling.BITS_A_PASS))
+def draws_as(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The CPU searches thresholds as this platform does."""
+    with mock.patch.dict(sampling.BITS_A_PASS, cpu=sampling.BITS_A_PASS[request.param]):
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("draws_as")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([VOCAB, 256]))
 def test_tokens_equal_the_reference(seed: int, vocab: int) -> None:
@@ -233,6 +245,7 @@ def test_zeros_of_both_signs_tie() -> None:
     assert set(got.tokens.tolist()) == {4, 8}
 
 
+@pytest.mark.usefixtures("draws_as")
 @pytest.mark.parametrize("k", [1, 2, 37])
 def test_thresholds_are_exact_to_the_last_bit(k: int) -> None:
     order = np.random.default_rng(k).permutation(VOCAB)

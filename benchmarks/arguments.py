@@ -48,3 +48,22 @@ def popularity(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def xla_option(text: str) -> str:
+    """OPTION=VALUE of XLA's compiler."""
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"must be OPTION=VALUE, got {text!r}")
+    return text
+
+
+def add_xla_argument(parser: argparse.ArgumentParser) -> None:
+    """`--xla`, whose values are part of a case."""
+    parser.add_argument(
+        "--xla",
+        type=xla_option,
+        nargs="+",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="compile steps with these too",
+    )

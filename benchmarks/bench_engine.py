@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol
 
+from benchmarks.arguments import add_xla_argument
 from benchmarks.engine import decode, mixed, offline
 from benchmarks.engine.models import MODELS, compiled_with
 from slora_jax.engine import Engine
@@ -44,18 +45,14 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     for name, (benchmark, summary) in BENCHMARKS.items():
         one = commands.add_parser(name, help=summary, description=benchmark.__doc__, formatter_class=raw)
         benchmark.add_arguments(one)
-        one.add_argument(
-            "--xla", nargs="+", default=[], metavar="OPTION=VALUE", help="compile with these too"
-        )
+        add_xla_argument(one)
         one.add_argument("--model", choices=tuple(MODELS), default="llama-2-7b")
         one.set_defaults(run=benchmark.run)
     args = parser.parse_args(argv)
     if getattr(args, "context", 1) <= getattr(args, "steps", 0) // 2:
         parser.error("--context must be above half of --steps: the steps have this context in the mean")
-    if any("=" not in option for option in args.xla):
-        parser.error("--xla takes OPTION=VALUE")
     args.variant = {"xla": args.xla} if args.xla else {}  # of a case
-    with compiled_with(dict(option.split("=", 1) for option in args.xla), engine):
+    with compiled_with(args.xla, engine):
         args.run(args, engine)
 
 

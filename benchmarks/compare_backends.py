@@ -22,7 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.engine.models import random_engine
+from benchmarks.arguments import add_xla_argument
+from benchmarks.engine.models import compiled_with, random_engine
 from benchmarks.record import gpu_name, record
 from slora_jax import EngineConfig, ModelConfig, SamplingParams
 from slora_jax.cli import smollm2
@@ -119,7 +120,7 @@ def compare(
     }
 
 
-def compare_with_peft() -> None:
+def compare_with_peft(variant: dict[str, Any]) -> None:
     """All cases in one batch; then in few shuffled pages, with preemption, in chunks of seven tokens.
 
     Raises SystemExit where the logits are not near PEFT's.
@@ -127,7 +128,7 @@ def compare_with_peft() -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = peft_cases.make_engine(smollm2.find_gguf(), peft_cases.write_peft_adapters(Path(folder)))
         what = {"model": "SmolLM2-135M-Instruct", "against": "PEFT float32"}
-        what |= {"backend": engine._runner.backend.name, "dtype": engine.config.dtype}
+        what |= {"backend": engine._runner.backend.name, "dtype": engine.config.dtype, **variant}
         order, far = range(len(peft_cases.CASES)), []
         for pool, limits in (
             ("ample", contextlib.nullcontext()),
@@ -158,19 +159,28 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=256, help="longest step; prompts are cut to it")
     parser.add_argument("--tokens", type=int, default=24, help="output tokens of each request")
     parser.add_argument("--peft", action="store_true", help="SmolLM2 against PEFT's answers")
+    add_xla_argument(parser)
     args = parser.parse_args()
-    if args.peft:
-        if vars(args) != vars(parser.parse_args(["--peft"])):
-            parser.error("--peft goes alone: its model, batches and lengths are those of tests/parity")
-        compare_with_peft()
-        return
+    alone = parser.parse_args(["--peft"])
+    if args.peft and vars(args) != vars(alone) | {"xla": args.xla}:
+        parser.error("--peft goes alone: its model, batches and lengths are those of tests/parity")
+    variant = {"xla": args.xla} if args.xla else {}
+    with compiled_with(args.xla, None):
+        if args.peft:
+            compare_with_peft(variant)
+        else:
+            compare_shapes(args, variant)
+
+
+def compare_shapes(args: argparse.Namespace, variant: dict[str, Any]) -> None:
+    """Every shape on every backend that this device can have."""
     sizes = {"step_tokens": args.step_tokens, "tokens": args.tokens}
     for name in args.shapes:
         want = run(SHAPES[name], "float32", "xla", **sizes)
         for backend in ("xla", "mosaic") if gpu_name() else ("xla",):
             result = compare(want, run(SHAPES[name], "bfloat16", backend, **sizes))
             print(f"{name} {backend} bfloat16: {result}", flush=True)
-            case = {"shape": name, "backend": backend, "dtype": "bfloat16", **sizes}
+            case = {"shape": name, "backend": backend, "dtype": "bfloat16", **sizes, **variant}
             agreement = result.pop("agreement")
             record("engine", "greedy_agreement", case, agreement, "of tokens", gpu=gpu_name(), **result)
 

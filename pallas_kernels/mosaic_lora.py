@@ -45,6 +45,7 @@ def apply_lora(
     out_dims: tuple[int, ...],
     chunk_width: int,
     split: int | None = None,
+    tile_split: int | None = None,
     interpret: Any = None,
     **tuning: Any,
 ) -> jax.Array:
@@ -55,7 +56,7 @@ def apply_lora(
     n_pages, page_elems]; `modules` are numbers in the order q, k, v, o, gate, up, down and one of
     MODULE_GROUPS. The scaling is part of B. Sums in float32; x A^T and the product with B are each
     rounded to bf16 once. `split` forces over how many thread blocks a decode item's or run's columns are
-    divided, `stages` how many steps the copies run ahead; the rest of `tuning` are LoraConfig's. Where t is
+    divided, `tile_split` a tile's, `stages` how many steps the copies run ahead; the rest of `tuning` are LoraConfig's. Where t is
     no multiple of 8 (with runs of 16), or below 64 with tiles, x and y are padded, which copies them. Raises
     ValueError for shapes that the kernels cannot do.
     """
@@ -70,14 +71,15 @@ def apply_lora(
         interpret=interpret,
         **tuning,
     )
-    out: jax.Array = _apply(config, split, x, y, pool, jnp.asarray(layer, jnp.int32), work)
+    out: jax.Array = _apply(config, split, tile_split, x, y, pool, jnp.asarray(layer, jnp.int32), work)
     return out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, not once a layer
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced once, not once a layer
 def _apply(
     config: LoraConfig,
     split: int | None,
+    tile_split: int | None,
     x: jax.Array,
     y: jax.Array,
     pool: jax.Array,
@@ -103,7 +105,7 @@ def _apply(
             h = decode_kernel(config, n, parts, "shrink")(x, chunks, items, *rest)
             decode_kernel(config, n, parts, "expand")(h, chunks, items, *rest, y_ref)
     if nt:
-        tiles, parts = dataclasses.replace(config, stages=2), _split(nt, config)
+        tiles, parts = dataclasses.replace(config, stages=2), tile_split or _split(nt, config)
         h = tile_shrink_kernel(tiles, nt, parts)(x, chunks, work.tiles, *rest)
         tile_expand_kernel(tiles, nt, parts)(h, chunks, work.tiles, *rest, y_ref)
     return jax.freeze(y_ref)[:t]

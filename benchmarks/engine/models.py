@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,13 @@ def random_engine(shape: Mapping[str, Any], config: EngineConfig) -> Engine:
 
 
 @contextlib.contextmanager
-def compiled_with(options: Mapping[str, str], engine: Engine | None) -> Iterator[None]:
-    """Within, steps are compiled with these XLA options too; those compiled before are set aside."""
+def compiled_with(options: Sequence[str], engine: Engine | None) -> Iterator[None]:
+    """Within, steps are compiled with XLA's OPTION=VALUE too; those compiled before are set aside."""
     before = dict(GPU_OPTIONS)
     holders = [(engine._runner, "_programs"), (engine._runner._builder, "_compiled")] if engine else []
     kept = [getattr(holder, name) for holder, name in holders]
     if options:
-        GPU_OPTIONS.update(options)
+        GPU_OPTIONS.update(option.split("=", 1) for option in options)
         for holder, name in holders:
             setattr(holder, name, {})
     try:

@@ -56,9 +56,9 @@ def apply_lora(
     n_pages, page_elems]; `modules` are numbers in the order q, k, v, o, gate, up, down and one of
     MODULE_GROUPS. The scaling is part of B. Sums in float32; x A^T and the product with B are each
     rounded to bf16 once. `split` forces over how many thread blocks a decode item's or run's columns are
-    divided, `tile_split` a tile's, `stages` how many steps the copies run ahead; the rest of `tuning` are LoraConfig's. Where t is
-    no multiple of 8 (with runs of 16), or below 64 with tiles, x and y are padded, which copies them. Raises
-    ValueError for shapes that the kernels cannot do.
+    divided, `tile_split` a tile's, `stages` how many steps the copies run ahead; the rest of `tuning` are
+    LoraConfig's. Where t is no multiple of 8 (with runs of 16), or below 64 with tiles, x and y are padded,
+    which copies them. Raises ValueError for shapes that the kernels cannot do.
     """
     group = _check(x, y, pool, modules, in_dim, out_dims, chunk_width)
     config = LoraConfig(

@@ -58,7 +58,7 @@ def compiled_with(options: Sequence[str], engine: Engine | None) -> Iterator[Non
     holders = [(engine._runner, "_programs"), (engine._runner._builder, "_compiled")] if engine else []
     kept = [getattr(holder, name) for holder, name in holders]
     if options:
-        GPU_OPTIONS.update(option.split("=", 1) for option in options)
+        GPU_OPTIONS.update(dict(option.split("=", 1) for option in options))
         for holder, name in holders:
             setattr(holder, name, {})
     try:

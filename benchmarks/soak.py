@@ -409,7 +409,7 @@ class Soak:
         looks = itertools.cycle([0, 0, 1, 0, 3, 1, 8])
         runner.looks = lambda: next(looks)
         engine._scheduler._clock = self._clock
-        engine._loader._read = lambda path: self._disk.prepare(engine._layout, path)
+        engine._loader._read = lambda path, checkpoint: self._disk.prepare(engine._layout, path, checkpoint)
         return engine
 
     def _rate(self) -> float:

@@ -250,5 +250,5 @@ class _Sized:
     num_pages: int
 
 
-def _never_read(path: str) -> PreparedAdapter:
+def _never_read(path: str, checkpoint: Callable[[], None]) -> PreparedAdapter:
     raise AssertionError(f"{path} has its host copy")

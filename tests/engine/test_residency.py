@@ -367,20 +367,6 @@ def test_an_adapter_in_host_memory_is_not_read_again() -> None:
     assert loading.bytes_staged == 2 * sum(a.host_bytes for a in bench.engine.adapters())
 
 
-def test_an_aborted_request_cancels_a_read_that_has_not_begun() -> None:
-    bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
-    bench.register("a", 7)
-    request = bench.engine.add_request([1, 2], "a", GREEDY)
-    bench.engine.step()
-    assert [a.state for a in bench.engine.adapters()] == ["reading"]
-    bench.engine.abort(request)
-    bench.engine.step()
-    assert [a.state for a in bench.engine.adapters()] == ["registered"]
-    while bench.executor.run():
-        pass
-    assert bench.disk.reads == 0
-
-
 def test_a_step_that_can_do_nothing_else_waits_for_a_load() -> None:
     bench = Bench(num_pages=90, max_batch_size=4, max_step_tokens=16)
     bench.register("a", 7)

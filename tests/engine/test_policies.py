@@ -74,7 +74,15 @@ def test_a_wrong_option_is_refused_by_name(fields: dict[str, Any], message: str)
 def test_nobody_starves_while_others_keep_coming(policy: str, seed: int) -> None:
     """One request, then a load above what can be served for ever: it still has its answer in bounded time."""
     draw = random.Random(seed)
-    served = server(policy, batch=2, num_pages=60, ttft_target_s=1e6, cluster_max_passes=16, priority_s=0.5)
+    served = server(
+        policy,
+        batch=2,
+        num_pages=60,
+        load_seconds=draw.choice([None, lambda: draw.choice([0.0, 0.02, 0.1])]),
+        ttft_target_s=1e6,
+        cluster_max_passes=16,
+        priority_s=0.5,
+    )
     adapters = spread(served, 5)
     for _ in range(10):
         served.add(Arrival(0.0, draw.randint(1, 60), draw.randint(1, 60), draw.choice(adapters), "a"))
@@ -133,13 +141,16 @@ def test_under_every_policy_an_engine_gives_each_request_its_own_tokens(policy: 
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Any policy and limits; users of any tenant come, leave, and the clock runs. Everybody ends once."""
+    """Any policy and limits; adapters come at once, later, or not at all; users of any tenant come, leave,
+    and the clock runs. Everybody ends once.
+    """
 
     @initialize(
         policy=st.sampled_from(POLICIES),
         batch=st.integers(1, 5),
         num_pages=st.integers(30, 80),
         passes=st.integers(0, 6),
+        loads=st.none() | st.lists(st.none() | st.sampled_from([0.0, 0.02, 0.3]), min_size=1, max_size=6),
         limits=st.fixed_dictionaries(
             {
                 name: st.none() | st.integers(1, most)
@@ -152,11 +163,21 @@ class PolicyMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, policy: str, batch: int, num_pages: int, passes: int, limits: dict[str, Any]) -> None:
+    def start(
+        self,
+        policy: str,
+        batch: int,
+        num_pages: int,
+        passes: int,
+        loads: list[float | None] | None,
+        limits: dict[str, Any],
+    ) -> None:
+        seconds = None if loads is None else itertools.cycle([*loads, 0.0])  # some succeed
         self.served = server(
             policy,
             batch=batch,
             num_pages=num_pages,
+            load_seconds=None if seconds is None else lambda: next(seconds),
             cluster_max_passes=passes,
             ttft_target_s=0.5,
             tenant_weights={"a": 3.0},

@@ -192,7 +192,7 @@ class ServerMetrics:
 
         Their refusals are there from the start: `rate` misses the step of a counter that begins at 1.
         """
-        self._tenants |= {DEFAULT_TENANT, *engine.config.tenant_weights}
+        self._tenants |= {DEFAULT_TENANT, *engine.config.tenant_weights, *engine.config.tenant_limits}
         for tenant in self._tenants:
             for reason in _REFUSALS:
                 self._refused.labels(self._model_name, tenant, reason)

@@ -49,9 +49,14 @@ def scheduling(policies: tuple[str, ...] = POLICIES) -> st.SearchStrategy[dict[s
             "ttft_target_s": st.sampled_from([0.3, 1e6]),
         },
         optional={name: st.integers(1, most) for name, most in limits.items()},
-    ).map(lambda fields: fields | {"tenant_weights": {"a": 3.0}})
+    ).map(lambda fields: fields | _NAMED)
 
 
+_NAMED: dict[str, Any] = {
+    "tenant_weights": {"a": 3.0},
+    "tenant_limits": {"c": {"max_concurrency": 2, "max_queue": None}},
+    "adapter_limits": {"a": {"max_concurrency": 1}},
+}
 _LIMITS = {"max_concurrency": 3, "tokens_per_minute": 3000, "max_queue": 8}
 
 

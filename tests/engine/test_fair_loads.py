@@ -52,7 +52,7 @@ class Tenants:
             tenant: [None if i is None else made[i] for i in own] for tenant, own in adapters.items()
         }
         self.services = dict.fromkeys(adapters, 0.0)
-        self.unready: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.unready: collections.defaultdict[tuple[str, str], float] = collections.defaultdict(float)
         self._excused: dict[Sequence, list[str]] = {}
         self._admitted: Any = self.served.waiting.admitted
         self.served.waiting.admitted = self._admit  # type: ignore[method-assign]
@@ -105,7 +105,7 @@ class Tenants:
 def test_a_tenant_falls_behind_by_what_it_could_not_have_had_and_the_bound(
     policy: str, seed: int, loads: list[float]
 ) -> None:
-    """ "base" asks for none, "few" for one adapter, "many" for another each time."""
+    """One asks for no adapter, one for always the same, one for another each time."""
     tenants = Tenants(policy, {"base": [None], "few": [0], "many": list(range(1, 24))}, seed, loads)
     for _ in range(600):
         tenants.step()

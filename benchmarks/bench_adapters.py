@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from benchmarks.adapters import clustering, cold, fairness, loads, online, thrash
-from benchmarks.adapters.workbench import Workbench, cut_pool, max_model_len
+from benchmarks.adapters.workbench import Workbench, check_room, cut_pool, max_model_len, slot_pool
 from benchmarks.arguments import COUNT, COUNT_OR_NONE, MOST, POSITIVE, number, policy, popularity
 from benchmarks.engine.models import MODELS
 from benchmarks.papers import POLICIES, SHORTEST
@@ -72,7 +72,10 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--repeats", type=COUNT, default=30, help="cold: adapters")
     some = parser.add_argument_group("thrash")
     some.add_argument("--adapters-in-pool", type=COUNT, default=64, help="C: those that fit beside the KV")
-    some.add_argument("--working-set", type=COUNT, nargs="+", default=[1, 2, 4], help="times C")
+    some.add_argument("--thrash-batch", type=COUNT, help="sequences; default: C, at most --batch")
+    some.add_argument(
+        "--working-set", type=COUNT, nargs="+", default=[1, 2, 4], help="times what the pool is found to hold"
+    )
     some.add_argument(
         "--popularity",
         type=popularity,
@@ -100,11 +103,16 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--cluster-alpha", type=POSITIVE, nargs="+", default=[1.0, 0.3])
     args = parser.parse_args(argv)
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
+    args.thrash_batch = args.thrash_batch or min(args.batch, args.adapters_in_pool)
     if told := next(_unmeasurable(args, engine), None):
         parser.error(told)
     bench = Workbench(args, engine)
-    if {"thrash", "online", "fairness", "cluster"} & set(args.what):  # before time is spent
-        cut_pool(bench, args, max(args.working_set) if "thrash" in args.what else 1)
+    if {"online", "fairness", "cluster"} & set(args.what):  # before time is spent
+        cut_pool(bench, args)
+    if "thrash" in args.what:
+        check_room(bench, args, args.adapters_in_pool, max(args.working_set))
+        for slots in args.adapter_slots if args.no_unified_memory else ():
+            slot_pool(bench, args, slots)
     bench.compile([shape for what in args.what for shape in PARTS[what].shapes(bench, args)])
     for what in args.what:
         bench.say(f"{what} begins")
@@ -118,6 +126,8 @@ def _unmeasurable(args: argparse.Namespace, engine: Engine | None) -> Iterator[s
     step_tokens = args.step_tokens if engine is None else engine.config.max_step_tokens
     if "cluster" in args.what and args.cluster_requests <= args.batch:
         yield "--cluster-requests must be above --batch: what is compared are requests that wait"
+    if "thrash" in args.what and args.thrash_batch > args.batch:
+        yield "--thrash-batch must be at most --batch: steps are compiled for that many sequences"
     if "fairness" in args.what and args.batch < 2:
         yield "--batch must be at least 2 for fairness: two tenants share it"
     if "loads" in args.what and loads.last_context(args) > longest:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import slora_jax.engine
-from benchmarks.adapters.workload import Workload, kv_room
+from benchmarks.adapters.workload import Workload, kv_room, mean_kv
 from benchmarks.engine.models import make_engine
 from benchmarks.engine.random_adapters import (
     MODULES,
@@ -112,22 +112,60 @@ def max_model_len(args: argparse.Namespace) -> int:
     return 2 * int(args.longest) + 16
 
 
-def cut_pool(bench: Workbench, args: argparse.Namespace, largest: int = 1) -> int:
+def cut_pool(bench: Workbench, args: argparse.Namespace) -> int:
     """Pages that hold the KV of a full batch and --adapters-in-pool adapters.
 
-    Ends with a message where the whole pool would not hold `largest` times as many beside that KV.
+    Ends with a message where the whole pool has fewer.
     """
-    layout, ranks, held = bench.layout, SETTINGS[args.setting], int(args.adapters_in_pool)
-    mean = float(np.mean([layout.adapter(dict.fromkeys(MODULES, rank)).num_pages for rank in ranks]))
+    held = int(args.adapters_in_pool)
+    check_room(bench, args, held, 1, bench.batch)
     kv = 1 + kv_room(bench.batch, bench.longest, bench.page_tokens)
-    most = kv + round(largest * held * mean)
+    return kv + round(held * _adapter_pages(bench, args))
+
+
+def mean_pool(bench: Workbench, args: argparse.Namespace) -> int:
+    """Pages that hold the KV of --thrash-batch sequences on average, and --adapters-in-pool adapters."""
+    kv = 1 + mean_kv(args.thrash_batch, bench.longest, bench.page_tokens)
+    return kv + round(args.adapters_in_pool * _adapter_pages(bench, args))
+
+
+def slot_pool(bench: Workbench, args: argparse.Namespace, slots: int) -> dict[str, Any]:
+    """Fields of an engine with so many slots, of the setting's largest rank, beside the KV of `mean_pool`.
+
+    Ends with a message where the whole pool has fewer pages.
+    """
+    rank = max(SETTINGS[args.setting])
+    slot = bench.layout.adapter(dict.fromkeys(bench.layout.in_dims, rank)).num_pages
+    pages = 1 + mean_kv(args.thrash_batch, bench.longest, bench.page_tokens) + slots * slot
+    if pages > bench.num_pages:
+        raise SystemExit(
+            f"{slots} slots of {slot} pages and the KV of a full batch need {pages} pages, the pool has "
+            f"{bench.num_pages}: lower --adapter-slots"
+        )
+    fields = {"unified_memory": False, "adapter_slots": slots, "max_lora_rank": rank}
+    return {"num_pages": pages, **fields}
+
+
+def check_room(
+    bench: Workbench, args: argparse.Namespace, held: int, times: int, batch: int | None = None
+) -> None:
+    """End with a message where the whole pool would not hold `times` as many adapters beside the KV of a full
+    batch.
+    """
+    kv = 1 + kv_room(batch or args.thrash_batch, bench.longest, bench.page_tokens)
+    most = kv + round(times * held * _adapter_pages(bench, args))
     if most > bench.num_pages:
         raise SystemExit(
             f"{most} pages are needed to hold the largest working set and the KV of a full batch ({kv}), the "
             f"pool has {bench.num_pages}: lower --adapters-in-pool or --working-set, or give JAX more of the "
             "GPU (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )
-    return kv + round(held * mean)
+
+
+def _adapter_pages(bench: Workbench, args: argparse.Namespace) -> float:
+    """Of an adapter of the setting, on average."""
+    ranks = SETTINGS[args.setting]
+    return float(np.mean([bench.layout.adapter(dict.fromkeys(MODULES, r)).num_pages for r in ranks]))
 
 
 def contended(

@@ -74,7 +74,7 @@ def configured_limits(config: EngineConfig) -> tuple[KindLimits, KindLimits]:
 
 def _kind_limits(usual: Limit, named: NamedLimits) -> KindLimits:
     fields = dataclasses.asdict(usual)
-    return KindLimits(usual, {name: Limit(**(fields | own)) for name, own in named.items()})
+    return KindLimits(usual, {name: Limit(**(fields | dict(own))) for name, own in named.items()})
 
 
 @dataclasses.dataclass(eq=False)

@@ -20,7 +20,7 @@ from benchmarks.adapters import clustering, cold, fairness, loads, online, thras
 from benchmarks.adapters.workbench import Workbench, check_room, cut_pool, max_model_len, slot_pool
 from benchmarks.arguments import COUNT, COUNT_OR_NONE, MOST, POSITIVE, number, policy, popularity
 from benchmarks.engine.models import MODELS
-from benchmarks.papers import POLICIES, SHORTEST
+from benchmarks.papers import FAIR_BATCH, FAIR_LONGEST, POLICIES, SHORTEST
 from slora_jax.checks import Interval
 from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape
@@ -95,7 +95,15 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--online-seconds", type=POSITIVE, default=18.0, help="that requests come")
     some.add_argument("--policies", type=policy, nargs="+", default=list(POLICIES))
     some.add_argument("--fair-policies", type=policy, nargs="+", default=["fcfs", "vtc", "vtc+cluster"])
-    some.add_argument("--fair-seconds", type=POSITIVE, default=12.0)
+    some.add_argument("--fair-seconds", type=POSITIVE, default=10.0, help="of a window, at least")
+    some.add_argument(
+        "--fair-batch", type=COUNT, help=f"fairness: sequences; default: {FAIR_BATCH}, at most --batch"
+    )
+    some.add_argument(
+        "--fair-longest",
+        type=number(int, Interval(SHORTEST, MOST)),
+        help=f"fairness: as --longest; default: {FAIR_LONGEST}, at most --longest",
+    )
     some.add_argument("--cluster-requests", type=COUNT, default=600, help="that wait from the start on")
     some.add_argument(
         "--cluster-passes", type=COUNT_OR_NONE, nargs="+", default=[64, 256], help="cluster_max_passes"
@@ -103,6 +111,8 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--cluster-alpha", type=POSITIVE, nargs="+", default=[1.0, 0.3])
     args = parser.parse_args(argv)
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
+    args.fair_batch = args.fair_batch or min(args.batch, FAIR_BATCH)
+    args.fair_longest = args.fair_longest or min(args.longest, FAIR_LONGEST)
     args.thrash_batch = args.thrash_batch or min(args.batch, args.adapters_in_pool)
     if told := next(_unmeasurable(args, engine), None):
         parser.error(told)
@@ -128,8 +138,11 @@ def _unmeasurable(args: argparse.Namespace, engine: Engine | None) -> Iterator[s
         yield "--cluster-requests must be above --batch: what is compared are requests that wait"
     if "thrash" in args.what and args.thrash_batch > args.batch:
         yield "--thrash-batch must be at most --batch: steps are compiled for that many sequences"
-    if "fairness" in args.what and args.batch < 2:
-        yield "--batch must be at least 2 for fairness: two tenants share it"
+    if "fairness" in args.what:
+        if args.fair_batch < 2:
+            yield "--fair-batch must be at least 2, and --batch with it: two tenants share it"
+        if args.fair_batch > args.batch or args.fair_longest > args.longest:
+            yield "--fair-batch and --fair-longest must be at most --batch and --longest, which are compiled"
     if "loads" in args.what and loads.last_context(args) > longest:
         yield (
             f"--context and --steps: loads decodes to {loads.last_context(args)} tokens, a sequence has "

@@ -112,21 +112,23 @@ def max_model_len(args: argparse.Namespace) -> int:
     return 2 * int(args.longest) + 16
 
 
-def cut_pool(bench: Workbench, args: argparse.Namespace) -> int:
-    """Pages that hold the KV of a full batch and --adapters-in-pool adapters.
+def cut_pool(
+    bench: Workbench, args: argparse.Namespace, *, batch: int | None = None, longest: int | None = None
+) -> int:
+    """Pages that hold the KV of a full batch (None: --batch, --longest) and --adapters-in-pool adapters.
 
     Ends with a message where the whole pool has fewer.
     """
     held = int(args.adapters_in_pool)
     check_room(bench, args, held, 1, bench.batch)
-    kv = 1 + kv_room(bench.batch, bench.longest, bench.page_tokens)
+    kv = 1 + kv_room(batch or bench.batch, longest or bench.longest, bench.page_tokens)
     return kv + round(held * _adapter_pages(bench, args))
 
 
 def mean_pool(bench: Workbench, args: argparse.Namespace) -> int:
     """Pages that hold the KV of --thrash-batch sequences on average, and --adapters-in-pool adapters."""
     kv = 1 + mean_kv(args.thrash_batch, bench.longest, bench.page_tokens)
-    return kv + round(args.adapters_in_pool * _adapter_pages(bench, args))
+    return kv + round(int(args.adapters_in_pool) * _adapter_pages(bench, args))
 
 
 def slot_pool(bench: Workbench, args: argparse.Namespace, slots: int) -> dict[str, Any]:
@@ -169,14 +171,24 @@ def _adapter_pages(bench: Workbench, args: argparse.Namespace) -> float:
 
 
 def contended(
-    bench: Workbench, args: argparse.Namespace, policy: str, alpha: float | None = None, **fields: Any
+    bench: Workbench,
+    args: argparse.Namespace,
+    policy: str,
+    alpha: float | None = None,
+    *,
+    batch: int | None = None,
+    longest: int | None = None,
+    **fields: Any,
 ) -> tuple[Engine, Workload]:
-    """An engine under a policy whose pool holds few of its adapters, and requests for them."""
-    cut = cut_pool(bench, args)
-    engine = bench.engine(cut, scheduling_policy=policy, ttft_target_s=args.target, **fields)
+    """An engine under a policy whose pool holds few of its adapters, and requests for them; `batch` and
+    `longest` (None: those of the bench) are at most the bench's.
+    """
+    cut = cut_pool(bench, args, batch=batch, longest=longest)
+    fields |= {"max_batch_size": batch or bench.batch, "ttft_target_s": args.target}
+    engine = bench.engine(cut, scheduling_policy=policy, **fields)
     names = register_adapters(engine, bench.adapters(SETTINGS[args.setting]), args.adapters)
     pick = by_popularity(args.alpha if alpha is None else alpha, len(names))
-    return engine, Workload(names, pick, bench.longest, bench.vocab_size)
+    return engine, Workload(names, pick, longest or bench.longest, bench.vocab_size)
 
 
 def pinned_copy_bandwidth(nbytes: int, together: int) -> float:

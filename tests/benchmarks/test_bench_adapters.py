@@ -113,14 +113,19 @@ def test_policies_meet_real_arrivals(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch,
         tmp_path,
         "online fairness --adapters-in-pool 3 --adapters 12 --rate 100 --target 0.4 --online-seconds 1 "
-        "--policies fcfs vtc+early-abort --fair-policies fcfs vtc --fair-seconds 1",
+        "--policies fcfs vtc+early-abort --fair-policies fcfs vtc --fair-seconds 1 --fair-batch 3 "
+        "--fair-longest 20",
     )
     for line in lines["online"]:
         assert 0 <= line["satisfaction"] <= line["value"] <= 1
         assert line["requests"] > 50
     assert [line["case"]["policy"] for line in lines["online"]] == ["fcfs", "vtc+early-abort"]
     fcfs, vtc = lines["vtc_gap"]
-    assert vtc["value"] <= vtc["bound"]
+    assert vtc["value"] <= vtc["bound"] < fcfs["value"]
+    for line in (fcfs, vtc):
+        assert line["bound"] == 2 * 2 * 3 * 2 * 20  # 2 w_q M
+        assert line["service_of_bound"] >= 6
+        assert line["gap_of_bound"] == pytest.approx(line["value"] / line["bound"], abs=1e-4)
     assert fcfs["share_of_small"] < vtc["share_of_small"] < 0.6
 
 
@@ -199,7 +204,11 @@ def test_popularity_draws_what_its_name_says() -> None:
             "--fair-policies: EngineConfig: scheduling_policy must be one of",
         ),
         ("fairness --fair-seconds -1", "--fair-seconds: must be above 0 and at most 1000000"),
-        ("fairness --batch 1", "--batch must be at least 2 for fairness"),
+        ("fairness --batch 1", "--fair-batch must be at least 2, and --batch with it"),
+        ("fairness --fair-batch 1", "--fair-batch must be at least 2"),
+        ("fairness --fair-batch 5", "--fair-batch and --fair-longest must be at most --batch and --longest"),
+        ("fairness --fair-longest 25", "--fair-batch and --fair-longest must be at most --batch and"),
+        ("fairness --fair-longest 7", "--fair-longest: must be in [8, 1000000], got 7"),
         ("cluster --cluster-requests 0", "--cluster-requests: must be in [1, 1000000]"),
         (f"cluster --cluster-requests {10**400}", "--cluster-requests: must be in [1, 1000000]"),
         ("cluster --cluster-requests -3", "--cluster-requests: must be in [1, 1000000]"),

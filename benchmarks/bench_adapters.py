@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from benchmarks.adapters import clustering, cold, fairness, loads, online, thrash
-from benchmarks.adapters.workbench import Workbench, cut_pool, max_model_len
+from benchmarks.adapters.workbench import Workbench, check_room, cut_pool, max_model_len, slot_pool
 from benchmarks.arguments import COUNT, COUNT_OR_NONE, MOST, POSITIVE, number, policy, popularity
 from benchmarks.engine.models import MODELS
-from benchmarks.papers import POLICIES, SHORTEST
+from benchmarks.papers import FAIR_BATCH, FAIR_LONGEST, POLICIES, SHORTEST
 from slora_jax.checks import Interval
 from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape
@@ -72,7 +72,10 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--repeats", type=COUNT, default=30, help="cold: adapters")
     some = parser.add_argument_group("thrash")
     some.add_argument("--adapters-in-pool", type=COUNT, default=64, help="C: those that fit beside the KV")
-    some.add_argument("--working-set", type=COUNT, nargs="+", default=[1, 2, 4], help="times C")
+    some.add_argument("--thrash-batch", type=COUNT, help="sequences; default: C, at most --batch")
+    some.add_argument(
+        "--working-set", type=COUNT, nargs="+", default=[1, 2, 4], help="times what the pool is found to hold"
+    )
     some.add_argument(
         "--popularity",
         type=popularity,
@@ -92,7 +95,15 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--online-seconds", type=POSITIVE, default=18.0, help="that requests come")
     some.add_argument("--policies", type=policy, nargs="+", default=list(POLICIES))
     some.add_argument("--fair-policies", type=policy, nargs="+", default=["fcfs", "vtc", "vtc+cluster"])
-    some.add_argument("--fair-seconds", type=POSITIVE, default=12.0)
+    some.add_argument("--fair-seconds", type=POSITIVE, default=10.0, help="of a window, at least")
+    some.add_argument(
+        "--fair-batch", type=COUNT, help=f"fairness: sequences; default: {FAIR_BATCH}, at most --batch"
+    )
+    some.add_argument(
+        "--fair-longest",
+        type=number(int, Interval(SHORTEST, MOST)),
+        help=f"fairness: as --longest; default: {FAIR_LONGEST}, at most --longest",
+    )
     some.add_argument("--cluster-requests", type=COUNT, default=600, help="that wait from the start on")
     some.add_argument(
         "--cluster-passes", type=COUNT_OR_NONE, nargs="+", default=[64, 256], help="cluster_max_passes"
@@ -100,11 +111,18 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--cluster-alpha", type=POSITIVE, nargs="+", default=[1.0, 0.3])
     args = parser.parse_args(argv)
     args.adapter_slots = args.adapter_slots or [args.adapters_in_pool]
+    args.fair_batch = args.fair_batch or min(args.batch, FAIR_BATCH)
+    args.fair_longest = args.fair_longest or min(args.longest, FAIR_LONGEST)
+    args.thrash_batch = args.thrash_batch or min(args.batch, args.adapters_in_pool)
     if told := next(_unmeasurable(args, engine), None):
         parser.error(told)
     bench = Workbench(args, engine)
-    if {"thrash", "online", "fairness", "cluster"} & set(args.what):  # before time is spent
-        cut_pool(bench, args, max(args.working_set) if "thrash" in args.what else 1)
+    if {"online", "fairness", "cluster"} & set(args.what):  # before time is spent
+        cut_pool(bench, args)
+    if "thrash" in args.what:
+        check_room(bench, args, args.adapters_in_pool, max(args.working_set))
+        for slots in args.adapter_slots if args.no_unified_memory else ():
+            slot_pool(bench, args, slots)
     bench.compile([shape for what in args.what for shape in PARTS[what].shapes(bench, args)])
     for what in args.what:
         bench.say(f"{what} begins")
@@ -118,8 +136,13 @@ def _unmeasurable(args: argparse.Namespace, engine: Engine | None) -> Iterator[s
     step_tokens = args.step_tokens if engine is None else engine.config.max_step_tokens
     if "cluster" in args.what and args.cluster_requests <= args.batch:
         yield "--cluster-requests must be above --batch: what is compared are requests that wait"
-    if "fairness" in args.what and args.batch < 2:
-        yield "--batch must be at least 2 for fairness: two tenants share it"
+    if "thrash" in args.what and args.thrash_batch > args.batch:
+        yield "--thrash-batch must be at most --batch: steps are compiled for that many sequences"
+    if "fairness" in args.what:
+        if args.fair_batch < 2:
+            yield "--fair-batch must be at least 2, and --batch with it: two tenants share it"
+        if args.fair_batch > args.batch or args.fair_longest > args.longest:
+            yield "--fair-batch and --fair-longest must be at most --batch and --longest, which are compiled"
     if "loads" in args.what and loads.last_context(args) > longest:
         yield (
             f"--context and --steps: loads decodes to {loads.last_context(args)} tokens, a sequence has "

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 SHORTEST, LONGEST = 8, 512  # tokens of a prompt or an output, uniform
+FAIR_BATCH, FAIR_LONGEST = 16, 64  # for which VTC's bound is well below what some seconds serve
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort", "vtc+cluster+early-abort")
 
 

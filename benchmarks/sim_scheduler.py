@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers import (
+    FAIR_BATCH,
+    FAIR_LONGEST,
     LONGEST,
     POLICIES,
     SHORTEST,
@@ -156,18 +158,21 @@ def cluster(args: argparse.Namespace) -> None:
 
 
 def vtc(args: argparse.Namespace) -> None:
-    """Two tenants that always wait, one asking for thrice as much: the largest gap of their services."""
-    batch = 32
-    bound = vtc_bound(batch, LONGEST)
-    for policy in ("fcfs", "vtc", "vtc+cluster"):
+    """Two tenants that always wait, one asking for thrice as much: the largest gap of their services.
+
+    A batch of the papers' lengths, and the one of bench_adapters' fairness.
+    """
+    shapes = ((32, LONGEST), (FAIR_BATCH, FAIR_LONGEST))
+    for (batch, longest), policy in itertools.product(shapes, ("fcfs", "vtc", "vtc+cluster")):
+        bound = vtc_bound(batch, longest)
         rng = np.random.default_rng(42)
         served = _server(policy, H200, batch=batch, num_pages=4000)
         adapters = [served.register(f"a{i}", 17) for i in range(50)]
-        draws = _requests(adapters, 1.0, 1, rng)
+        draws = _requests(adapters, 1.0, 1, rng, longest)
         services, gap = {"small": 0.0, "large": 0.0}, 0.0
         waiting = {"small": 0, "large": 0}
         for _ in range(5 * args.steps):
-            for tenant, wanted in (("small", 16), ("large", 48)):
+            for tenant, wanted in (("small", batch // 2), ("large", 3 * batch // 2)):
                 while waiting[tenant] < wanted:
                     served.add(dataclasses.replace(next(draws), time=served.now, tenant=tenant))
                     waiting[tenant] += 1
@@ -179,7 +184,7 @@ def vtc(args: argparse.Namespace) -> None:
             for chunk in plan:
                 services[chunk.sequence.request.tenant] += 2.0 * chunk.samples
             gap = max(gap, abs(services["small"] - services["large"]))
-        case = {"policy": policy, "tenants": 2, "batch": batch, "cost": "H200"}
+        case = {"policy": policy, "tenants": 2, "batch": batch, "longest": longest, "cost": "H200"}
         extra = {"bound": bound, "seconds": round(served.now, 1), "services": services}
         assert policy == "fcfs" or gap <= bound, f"the gap {gap} is above what VTC proves, {bound}"
         _report("vtc_gap", case, gap, "priced tokens", **extra)
@@ -193,12 +198,12 @@ def _server(policy: str, cost: StepCost, *, batch: int, num_pages: int, **fields
 
 
 def _requests(
-    adapters: list[Adapter], alpha: float, tenants: int, rng: np.random.Generator
+    adapters: list[Adapter], alpha: float, tenants: int, rng: np.random.Generator, longest: int = LONGEST
 ) -> Iterator[Arrival]:
-    """Requests of the paper's lengths, one adapter each, of so many tenants. Without end."""
+    """Requests of the paper's lengths, or shorter ones, one adapter each, of so many tenants. Without end."""
     pick = by_popularity(alpha, len(adapters))
     while True:
-        prompt, output = (int(x) for x in rng.integers(SHORTEST, LONGEST + 1, 2))
+        prompt, output = (int(x) for x in rng.integers(SHORTEST, longest + 1, 2))
         adapter = adapters[pick(rng)]
         yield Arrival(0.0, prompt, output, adapter, f"tenant-{int(rng.integers(tenants))}")
 

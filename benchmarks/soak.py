@@ -32,17 +32,10 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
-import slora_jax.completion
-import slora_jax.engine
-import slora_jax.intake
-import slora_jax.lora.loader
-import slora_jax.step_loop
 from benchmarks.record import record
 from slora_jax import LimitExceededError, SamplingParams
 from slora_jax.engine import Engine
@@ -61,25 +54,14 @@ from tests.engine.simulated_runner import (
     expected_tokens,
     simulated_adapter,
 )
+from tests.engine.virtual_time import VirtualClock, virtual_time
 
 POLICY = "vtc+cluster+early-abort"
 NAMES = [f"adapter-{i}" for i in range(40)]
 STEMS = [[1, 2, 3, 4] * 8, [1, 2, 3, 4, 5, 6, 7, 8] * 4, [9] * 32]  # that prompts begin with
 ADAPTER_BYTES = 28672  # of rank 8
 LONGEST_DEADLINE = 20.0  # seconds
-_CLOCKED = (slora_jax.step_loop, slora_jax.intake, slora_jax.completion, slora_jax.lora.loader)
 _COUNTED = (Request, Sequence, CachedPage, HostCopy, DirectCopy)
-
-
-class VirtualClock:
-    """Seconds that pass when it is told so, and a little at each look, so that who waits comes to an end."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        self.now += 1e-7
-        return self.now
 
 
 class SoakRunner(StagingRunner):
@@ -142,10 +124,7 @@ class Soak:
 
     def run(self) -> None:
         """All of it; raises AssertionError saying what is wrong or left."""
-        with contextlib.ExitStack() as patched:
-            clock = SimpleNamespace(monotonic=self._clock, perf_counter=self._clock)
-            for module in _CLOCKED:
-                patched.enter_context(mock.patch.object(module, "time", clock))
+        with virtual_time(self._clock):
             for name in NAMES[:20]:
                 self._load(name)
             self._again(self._arrive, lambda: 1 / self._rate())
@@ -390,8 +369,7 @@ class Soak:
     # -- tools --
 
     def _make_engine(self) -> Engine:
-        clock = SimpleNamespace(monotonic=self._clock, perf_counter=self._clock)
-        with mock.patch.object(slora_jax.engine, "time", clock):
+        with virtual_time(self._clock):
             engine = simulated_engine(
                 SoakRunner,
                 num_pages=400,
@@ -408,8 +386,7 @@ class Soak:
         runner.clock, runner.disk = self._clock, self._disk
         looks = itertools.cycle([0, 0, 1, 0, 3, 1, 8])
         runner.looks = lambda: next(looks)
-        engine._scheduler._clock = self._clock
-        engine._loader._read = lambda path: self._disk.prepare(engine._layout, path)
+        engine._loader._read = lambda path, checkpoint: self._disk.prepare(engine._layout, path, checkpoint)
         return engine
 
     def _rate(self) -> float:

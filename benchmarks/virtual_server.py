@@ -18,7 +18,7 @@ from slora_jax.lora.host_cache import HostCache
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.packing import AdapterShape
 from slora_jax.lora.store import Adapter, AdapterStore
-from slora_jax.lora.transfer import ArrayCopy, HostCopy, StagedCopy
+from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES
 from slora_jax.memory.page_pool import PagePool
 from slora_jax.memory.prefix_cache import PrefixCache
@@ -61,13 +61,22 @@ class StepCost:
 class VirtualServer:
     """`now` is the time; `step` runs one step of the scheduler and ends the sequences that are whole.
 
-    `admitted` has sequences in the order of admission, `reasons` why requests were given up, by their ids.
+    Adapters are loaded at once, or, with `load_seconds`, by copies that take as long as each call says,
+    beside the steps; None: that copy fails. `admitted` has sequences in the order of admission, `reasons` why
+    requests were given up, by their ids.
     """
 
-    def __init__(self, config: EngineConfig, num_pages: int, cost: StepCost | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_pages: int,
+        cost: StepCost | None = None,
+        load_seconds: Callable[[], float | None] | None = None,
+    ) -> None:
         if not config.unified_memory:
             raise ValueError("a simulation's adapters and KV share all pages: leave unified_memory on")
         self.now = 0.0
+        self._load_seconds = load_seconds
         self.pool = PagePool(num_pages)
         reclaim = Reclaimer(self.pool)
         prefixes = PrefixCache(reclaim, config.page_tokens, enabled=False)  # tokens have no values here
@@ -137,6 +146,8 @@ class VirtualServer:
         """Give up, schedule (with `schedule` if it is given), let the step's time pass, end what is whole."""
         self.give_up_overdue()
         self._loaded_pages = 0
+        if self.stages_adapters:
+            self._settle_loads()
         before = len(self.scheduler.running)
         plan = (schedule or self.scheduler.schedule)()
         new = len(self.scheduler.running) - before
@@ -144,6 +155,8 @@ class VirtualServer:
             self.admitted += list(self.scheduler.running)[-new:]
         self.now += self._seconds(plan)
         self._collect(plan)
+        if self.stages_adapters:
+            self.loader.transfer()
         return plan
 
     def run(self, arrivals: Iterable[Arrival], until: float = float("inf")) -> None:
@@ -165,16 +178,31 @@ class VirtualServer:
         assert len(held) == len(set(held))
         assert set(held) == live
 
-    stages_adapters = False
     copy_bytes_per_s: float | None = None
 
+    @property
+    def stages_adapters(self) -> bool:
+        return self._load_seconds is not None
+
     def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> Seq[StagedCopy]:
-        return [ArrayCopy(np.empty(0), np.asarray(ids)) for ids in pages]
+        return [_VirtualCopy(self, len(ids), self._copied_at()) for ids in pages]
 
     def write_adapter(self, staged: StagedCopy) -> None:
-        assert isinstance(staged, ArrayCopy)
+        assert isinstance(staged, _VirtualCopy)
         self.loads += 1
-        self._loaded_pages += len(staged.ids)
+        self._loaded_pages += staged.pages
+
+    def _copied_at(self) -> float | None:
+        """When a copy that begins now is done; None: it fails."""
+        seconds = self._load_seconds() if self._load_seconds is not None else 0.0
+        return None if seconds is None else self.now + seconds
+
+    def _settle_loads(self) -> None:
+        """What an engine does between two steps."""
+        self.loader.settle()
+        for adapter, reason in self.loader.take_failures():
+            for request in [r for r in self.live if r.adapter is adapter]:
+                self.abort(request, reason)
 
     @staticmethod
     def _request(arrival: Arrival, request_id: str) -> Request:
@@ -243,6 +271,25 @@ class VirtualServer:
                 self.store.release(request.adapter)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _VirtualCopy:
+    """One of so many pages that is done at a time (None: it fails), or when it is waited for."""
+
+    server: VirtualServer
+    pages: int
+    until: float | None
+
+    def is_ready(self) -> bool:
+        return self.until is None or self.server.now >= self.until
+
+    def wait(self) -> None:
+        if self.until is None:
+            raise RuntimeError("a copy that was told to fail")
+
+    def leave_pages(self) -> None:
+        """Nothing is written."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sized:
     """Stands in for an AdapterLayout: the scheduler asks for the size only."""
@@ -250,5 +297,5 @@ class _Sized:
     num_pages: int
 
 
-def _never_read(path: str) -> PreparedAdapter:
+def _never_read(path: str, checkpoint: Callable[[], None]) -> PreparedAdapter:
     raise AssertionError(f"{path} has its host copy")

@@ -192,7 +192,7 @@ class ServerMetrics:
 
         Their refusals are there from the start: `rate` misses the step of a counter that begins at 1.
         """
-        self._tenants |= {DEFAULT_TENANT, *engine.config.tenant_weights}
+        self._tenants |= {DEFAULT_TENANT, *engine.config.tenant_weights, *engine.config.tenant_limits}
         for tenant in self._tenants:
             for reason in _REFUSALS:
                 self._refused.labels(self._model_name, tenant, reason)
@@ -333,6 +333,7 @@ class _EngineCollector(Collector):
             ("slora:adapter_staged_bytes", "Bytes whose copy into the pool was begun", loading.bytes_staged),
             ("slora:adapter_wait_seconds", "Time that loads kept requests waiting", loading.wait_seconds),
             ("slora:adapter_load_failures", "Loads that failed", loading.failures),
+            ("slora:adapter_loads_cancelled", "Loads that nobody needed any more", loading.cancelled),
             ("slora:adapter_read_seconds", "Time of reads into host memory, summed", loading.read_seconds),
             ("slora:adapter_copy_seconds", "Time of copies into the pool, summed", loading.copy_seconds),
             ("slora:engine_steps", "Engine steps", stats.steps),

@@ -15,6 +15,8 @@ KernelBackend = Literal["auto", "xla", "mosaic"]
 POLICIES = ("fcfs", "cluster", "vtc", "early-abort")  # of EngineConfig.scheduling_policy
 LoraMode = Literal["gathered", "padded-bmm", "merge"]
 LORA_MODES: tuple[str, ...] = typing.get_args(LoraMode)
+LIMITS = ("max_concurrency", "tokens_per_minute", "max_queue")  # of a tenant or adapter
+type NamedLimits = Mapping[str, Mapping[str, int | None]]  # by name, then by one of LIMITS; None: no limit
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
 _UNSUPPORTED = {  # field of an HF config.json -> the only value this project computes correctly today
@@ -320,6 +322,19 @@ class EngineConfig:
     adapter_max_queue: int | None = _option(
         None, "sequences of one adapter that may wait; more are refused", _AT_LEAST_1
     )
+    tenant_limits: NamedLimits = dataclasses.field(
+        default_factory=dict,
+        hash=False,
+        metadata={
+            "help": "limits of one tenant, each in place of that of all: "
+            "acme=max-concurrency:8,tokens-per-minute:60000,max-queue:none (no limit); may be given again"
+        },
+    )
+    adapter_limits: NamedLimits = dataclasses.field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "the same for the adapter of a name, registered or not; may be given again"},
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -379,6 +394,31 @@ class EngineConfig:
         for name, weight in weights.items():
             _check(weight in _WEIGHT, f"tenant_weights[{name!r}] must be {_WEIGHT}, got {weight}")
         object.__setattr__(self, "tenant_weights", weights)
+        for field in ("tenant_limits", "adapter_limits"):
+            object.__setattr__(self, field, _named_limits(field, getattr(self, field)))
+
+
+def _named_limits(field: str, given: object) -> NamedLimits:
+    """A copy with Python's own numbers; raises ValueError for what is no limit."""
+    _check(isinstance(given, Mapping), f"{field} must map names to limits, got {given!r}")
+    assert isinstance(given, Mapping)
+    limits: dict[str, dict[str, int | None]] = {}
+    for name, own in given.items():
+        where = f"{field}[{as_text(f'EngineConfig: a name in {field}', name)!r}]"
+        known = ", ".join(LIMITS)
+        _check(
+            isinstance(own, Mapping) and bool(own) and set(own) <= set(LIMITS),
+            f"{where} must map some of {known} to numbers or None, got {own!r}",
+        )
+        limits[name] = {}
+        for limit, most in own.items():
+            number = (
+                most if most is None else as_kind(f"EngineConfig: {where}[{limit!r}]", most, int, " or None")
+            )
+            ok = number is None or 1 <= number < _INTEGERS
+            _check(ok, f"{where}[{limit!r}] must be at least 1 and below 2^48, or None, got {most}")
+            limits[name][limit] = number
+    return limits
 
 
 def _check(ok: bool, message: str) -> None:

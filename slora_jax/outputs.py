@@ -161,6 +161,7 @@ class LoadStats:
     failures: int = 0  # counter
     read_seconds: float = 0.0  # counter, over reads that have ended, well or not
     copy_seconds: float = 0.0  # counter, over loads: from the begin of the copy until a step finds it done
+    cancelled: int = 0  # counter: reads stopped, pages given back before their copy: nobody needed them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import slora_jax.engine
-from benchmarks.adapters.workload import Workload, kv_room
+from benchmarks.adapters.workload import Workload, kv_room, mean_kv
 from benchmarks.engine.models import make_engine
 from benchmarks.engine.random_adapters import (
     MODULES,
@@ -112,33 +112,83 @@ def max_model_len(args: argparse.Namespace) -> int:
     return 2 * int(args.longest) + 16
 
 
-def cut_pool(bench: Workbench, args: argparse.Namespace, largest: int = 1) -> int:
-    """Pages that hold the KV of a full batch and --adapters-in-pool adapters.
+def cut_pool(
+    bench: Workbench, args: argparse.Namespace, *, batch: int | None = None, longest: int | None = None
+) -> int:
+    """Pages that hold the KV of a full batch (None: --batch, --longest) and --adapters-in-pool adapters.
 
-    Ends with a message where the whole pool would not hold `largest` times as many beside that KV.
+    Ends with a message where the whole pool has fewer.
     """
-    layout, ranks, held = bench.layout, SETTINGS[args.setting], int(args.adapters_in_pool)
-    mean = float(np.mean([layout.adapter(dict.fromkeys(MODULES, rank)).num_pages for rank in ranks]))
-    kv = 1 + kv_room(bench.batch, bench.longest, bench.page_tokens)
-    most = kv + round(largest * held * mean)
+    held = int(args.adapters_in_pool)
+    check_room(bench, args, held, 1, bench.batch)
+    kv = 1 + kv_room(batch or bench.batch, longest or bench.longest, bench.page_tokens)
+    return kv + round(held * _adapter_pages(bench, args))
+
+
+def mean_pool(bench: Workbench, args: argparse.Namespace) -> int:
+    """Pages that hold the KV of --thrash-batch sequences on average, and --adapters-in-pool adapters."""
+    kv = 1 + mean_kv(args.thrash_batch, bench.longest, bench.page_tokens)
+    return kv + round(int(args.adapters_in_pool) * _adapter_pages(bench, args))
+
+
+def slot_pool(bench: Workbench, args: argparse.Namespace, slots: int) -> dict[str, Any]:
+    """Fields of an engine with so many slots, of the setting's largest rank, beside the KV of `mean_pool`.
+
+    Ends with a message where the whole pool has fewer pages.
+    """
+    rank = max(SETTINGS[args.setting])
+    slot = bench.layout.adapter(dict.fromkeys(bench.layout.in_dims, rank)).num_pages
+    pages = 1 + mean_kv(args.thrash_batch, bench.longest, bench.page_tokens) + slots * slot
+    if pages > bench.num_pages:
+        raise SystemExit(
+            f"{slots} slots of {slot} pages and the KV of a full batch need {pages} pages, the pool has "
+            f"{bench.num_pages}: lower --adapter-slots"
+        )
+    fields = {"unified_memory": False, "adapter_slots": slots, "max_lora_rank": rank}
+    return {"num_pages": pages, **fields}
+
+
+def check_room(
+    bench: Workbench, args: argparse.Namespace, held: int, times: int, batch: int | None = None
+) -> None:
+    """End with a message where the whole pool would not hold `times` as many adapters beside the KV of a full
+    batch.
+    """
+    kv = 1 + kv_room(batch or args.thrash_batch, bench.longest, bench.page_tokens)
+    most = kv + round(times * held * _adapter_pages(bench, args))
     if most > bench.num_pages:
         raise SystemExit(
             f"{most} pages are needed to hold the largest working set and the KV of a full batch ({kv}), the "
             f"pool has {bench.num_pages}: lower --adapters-in-pool or --working-set, or give JAX more of the "
             "GPU (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )
-    return kv + round(held * mean)
+
+
+def _adapter_pages(bench: Workbench, args: argparse.Namespace) -> float:
+    """Of an adapter of the setting, on average."""
+    ranks = SETTINGS[args.setting]
+    return float(np.mean([bench.layout.adapter(dict.fromkeys(MODULES, r)).num_pages for r in ranks]))
 
 
 def contended(
-    bench: Workbench, args: argparse.Namespace, policy: str, alpha: float | None = None, **fields: Any
+    bench: Workbench,
+    args: argparse.Namespace,
+    policy: str,
+    alpha: float | None = None,
+    *,
+    batch: int | None = None,
+    longest: int | None = None,
+    **fields: Any,
 ) -> tuple[Engine, Workload]:
-    """An engine under a policy whose pool holds few of its adapters, and requests for them."""
-    cut = cut_pool(bench, args)
-    engine = bench.engine(cut, scheduling_policy=policy, ttft_target_s=args.target, **fields)
+    """An engine under a policy whose pool holds few of its adapters, and requests for them; `batch` and
+    `longest` (None: those of the bench) are at most the bench's.
+    """
+    cut = cut_pool(bench, args, batch=batch, longest=longest)
+    fields |= {"max_batch_size": batch or bench.batch, "ttft_target_s": args.target}
+    engine = bench.engine(cut, scheduling_policy=policy, **fields)
     names = register_adapters(engine, bench.adapters(SETTINGS[args.setting]), args.adapters)
     pick = by_popularity(args.alpha if alpha is None else alpha, len(names))
-    return engine, Workload(names, pick, bench.longest, bench.vocab_size)
+    return engine, Workload(names, pick, longest or bench.longest, bench.vocab_size)
 
 
 def pinned_copy_bandwidth(nbytes: int, together: int) -> float:

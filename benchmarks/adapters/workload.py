@@ -62,6 +62,12 @@ def running_lengths(n: int, longest: int, rng: np.random.Generator) -> tuple[np.
     return rng.integers(SHORTEST, longest + 1, n), (rng.random(n) * output).astype(np.int64), output
 
 
+def mean_kv(batch: int, longest: int, page_tokens: int) -> int:
+    """Pages of the KV of a full batch in a steady state, on average."""
+    prompt, age, _ = running_lengths(2000 * batch, longest, np.random.default_rng(0))
+    return round(batch * float(np.mean(-(-(prompt + age) // page_tokens))))
+
+
 def kv_room(batch: int, longest: int, page_tokens: int) -> int:
     """Pages that the KV of a full batch seldom exceeds (99.9th percentile in a steady state), and one a
     sequence for its next tokens, which admission keeps free.

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from slora_jax.config import LIMITS, NamedLimits
+
 SAMPLING_SKIP = ("seed",)  # the engine's --seed is the one of every request that names none
 SAMPLING_HELP: Mapping[str, str] = {  # a field of SamplingParams -> its help text
     "n": "continuations of each prompt",
@@ -67,8 +69,16 @@ def from_flags[T](cls: type[T], args: argparse.Namespace, skip: Collection[str] 
     values = {name: getattr(args, name) for name in hints if name not in skip}
     for name, value in values.items():
         if isinstance(value, list):
+            _check_given_once(name, value)
             values[name] = tuple(value) if typing.get_origin(hints[name]) is tuple else dict(value)
     return cls(**values)
+
+
+def _check_given_once(name: str, values: list[Any]) -> None:
+    keys = [value[0] for value in values if isinstance(value, tuple)]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"--{name.replace('_', '-')}: '{key}' is given twice; keep one")
 
 
 def name_and_path(text: str) -> tuple[str, str]:
@@ -114,6 +124,8 @@ def _parsing(name: str, hint: Any) -> dict[str, Any]:
         return {"action": "append", "type": _token_and_bias, "metavar": "TOKEN=X"}
     if hint == Mapping[str, float]:
         return {"action": "append", "type": _name_and_number, "metavar": "NAME=X"}
+    if hint == NamedLimits:
+        return {"action": "append", "type": _name_and_limits, "metavar": "NAME=LIMIT:N,..."}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if name.endswith("_bytes"):
@@ -134,6 +146,25 @@ def _token_and_bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected TOKEN=X such as 42=-100, got '{text}'") from None
+
+
+def _name_and_limits(text: str) -> tuple[str, dict[str, int | None]]:
+    """Parse `acme=max-concurrency:8,max-queue:none`."""
+    name, _, listed = text.rpartition("=")
+    limits: dict[str, int | None] = {}
+    try:
+        for limit, colon, number in (item.partition(":") for item in listed.split(",")):
+            key = limit.strip().replace("-", "_")
+            if not (name and colon) or key not in LIMITS or key in limits:
+                raise ValueError
+            limits[key] = None if number.strip() == "none" else int(number)
+    except ValueError:
+        known = ", ".join(limit.replace("_", "-") for limit in LIMITS)
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=LIMIT:N,... such as acme=max-concurrency:8,max-queue:none with some of {known}, "
+            f"each once, got '{text}'"
+        ) from None
+    return name, limits
 
 
 def _name_and_number(text: str) -> tuple[str, float]:

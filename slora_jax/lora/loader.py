@@ -6,6 +6,10 @@ and copies to the device, after which the adapter is resident (where they are ar
 into the pool is enqueued then). What fails is handed out once, by `take_failures`; the next seek tries again.
 All but the reading itself happens in the engine's thread.
 
+What nobody needs any more, neither a request nor the last guess, is cancelled: a read stops before its next
+tensor (one that has come to its end is kept in host memory), and pages whose copy has not begun are given
+back (`AdapterStore.release`). A copy under way is let go on, as its bytes are on the link already.
+
 A reservation that the store took back, or an adapter that it freed, is noticed here when its read or copy
 comes in: entries hold the list of pages that they were begun for.
 """
@@ -53,6 +57,9 @@ class PreparedAdapter:
     host: HostCopy | None = None
 
 
+type ReadAdapter = Callable[[str, Callable[[], None]], PreparedAdapter]
+
+
 class AdapterDevice(Protocol):
     """The part of a ModelRunner that loads adapters."""
 
@@ -93,7 +100,8 @@ class _Transfer:
 
 
 class AdapterLoader:
-    """Owns the reads and copies under way. `read(path)` reads, validates and packs; it runs in threads.
+    """Owns the reads and copies under way. `read(path, checkpoint)` reads, validates and packs; it runs in
+    threads, and calls `checkpoint()` between two tensors, whose CancelledError ends it.
 
     `staging_bytes` bounds what is on its way; a larger adapter goes alone. While steps run (`stepped`
     tells), no more is copied at a time than is done before the next one's input comes, which would wait
@@ -106,7 +114,7 @@ class AdapterLoader:
         self,
         store: AdapterStore,
         device: AdapterDevice,
-        read: Callable[[str], PreparedAdapter],
+        read: ReadAdapter,
         *,
         staging_bytes: int,
         measured: Callable[[float, float], None],
@@ -121,11 +129,12 @@ class AdapterLoader:
         self._readers = DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
-        self._guess: Adapter | None = None  # loaded though no request asks for it
+        self._guess: Adapter | None = None  # loaded though no request asks for it, until one asks for another
         # The scheduler's pass in which one found no room: those after it take none, or it might never get it.
         self._host_full_in = self._staging_full_in = -1
         self._failed: dict[int, tuple[Adapter, str]] = {}
         self._hits = self._misses = self._bytes_staged = self._failures = self.loads = 0
+        self._reads_cancelled = 0
         self._wait_seconds = self._read_seconds = self._copy_seconds = 0.0
 
     # -- asked for by the scheduler --
@@ -202,9 +211,6 @@ class AdapterLoader:
         """Take reads and copies that are done; never waits for one that is not."""
         self._store.host.turn += 1
         for read in list(self._reading.values()):
-            adapter = read.adapter
-            if adapter.freed or not (adapter.users or adapter is self._guess):
-                read.future.cancel()  # has no effect on one that has begun: its copy may serve later
             if read.future.done():
                 self._end_read(read)
         self._settle_copies()
@@ -242,12 +248,13 @@ class AdapterLoader:
         return failed
 
     def prefetch(self, free_pages: int) -> Adapter | None:
-        """Where nothing is under way, bring back the likeliest of recently evicted adapters, into at most
-        `free_pages` pages: nothing gives way for a guess, in the pool or in host memory. Returns it.
+        """Where nothing is under way, and nobody lacks host memory, bring back the likeliest of recently
+        evicted adapters, into at most `free_pages` pages: nothing gives way for a guess, in the pool or in
+        host memory. Returns it.
         """
-        if self._reading or self._transfers:
-            return None
         host = self._store.host
+        if self._reading or self._transfers or self._host_full_in == host.turn:
+            return None
         candidates = [
             a
             for a in self._store.recently_evicted
@@ -273,6 +280,7 @@ class AdapterLoader:
             bytes_staged=self._bytes_staged,
             wait_seconds=self._wait_seconds,
             failures=self._failures,
+            cancelled=self._reads_cancelled + self._store.reservations_cancelled,
             read_seconds=self._read_seconds,
             copy_seconds=self._copy_seconds,
         )
@@ -311,13 +319,22 @@ class AdapterLoader:
         """Read it, where a thread and room in host memory can be had; one alone may exceed the budget."""
         host, stamp = self._store.host, adapter.stamp
         assert stamp is not None
+        if adapter is not self._guess:
+            self._guess = None  # whose read stops: it was for a time in which nobody lacks anything
         if len(self._reading) >= _READERS or self._host_full_in == host.turn:
             return
         if not host.make_room(adapter.host_bytes) and (host.held or host.promised):
             self._host_full_in = host.turn
             return
         what = f"the read of adapter '{adapter.name}' from {printable(stamp.folder)}"
-        future = self._readers.submit(what, _read_again, self._read, adapter.name, stamp, adapter.shape)
+
+        def checkpoint() -> None:
+            if adapter.freed or not (adapter.users or adapter is self._guess):
+                raise concurrent.futures.CancelledError
+
+        future = self._readers.submit(
+            what, _read_again, self._read, checkpoint, adapter.name, stamp, adapter.shape
+        )
         adapter.state = "reading"
         self._misses += 1
         host.promised += adapter.host_bytes
@@ -328,13 +345,13 @@ class AdapterLoader:
         del self._reading[adapter.generation]
         self._store.host.promised -= adapter.host_bytes
         adapter.state = "registered"
-        if future.cancelled():
-            return
         self._read_seconds += time.monotonic() - read.since
-        if adapter.freed:
+        error = None if future.cancelled() else future.exception()
+        if future.cancelled() or isinstance(error, concurrent.futures.CancelledError):
+            self._reads_cancelled += 1
+        elif adapter.freed:
             return
-        error = future.exception()
-        if error is None:
+        elif error is None:
             prepared = future.result()
             assert prepared.host is not None
             self._store.host.put(adapter, prepared.host)
@@ -345,7 +362,7 @@ class AdapterLoader:
     def _settle_copies(self) -> None:
         under_way, now = [], time.monotonic()
         for entry in self._transfers:
-            if entry.copy is None or (entry.valid and not entry.copy.is_ready()):
+            if entry.valid and (entry.copy is None or not entry.copy.is_ready()):
                 under_way.append(entry)
                 if entry.copy is not None and not entry.told and now - entry.since > _LONG_COPY:
                     entry.told = True
@@ -354,7 +371,7 @@ class AdapterLoader:
                         entry.adapter.name,
                         now - entry.since,
                     )
-            elif entry.valid:
+            elif entry.valid and entry.copy is not None:
                 self._write(entry.adapter, entry.copy)
                 if entry.adapter.resident:
                     seconds = time.monotonic() - entry.since  # a write included
@@ -433,10 +450,11 @@ class AdapterLoader:
 
 
 def _read_again(
-    read: Callable[[str], PreparedAdapter], name: str, stamp: FolderStamp, shape: AdapterShape
+    read: ReadAdapter, checkpoint: Callable[[], None], name: str, stamp: FolderStamp, shape: AdapterShape
 ) -> PreparedAdapter:
     """In a reader's thread: the adapter that was registered, or an error."""
-    prepared = read(stamp.folder)
+    checkpoint()
+    prepared = read(stamp.folder, checkpoint)
     if prepared.stamp is None or not prepared.stamp.fits(stamp) or prepared.packed.shape != shape:
         raise AdapterError(
             f"its files have changed since adapter '{name}' was registered; load it in place "

@@ -6,7 +6,7 @@ The layout is `memory/layout.py`'s. Letters: l layer, p page, r rank, W columns 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,18 @@ class PackedAdapter:
         return AdapterShape(self.layout, self.rank, self.target_modules)
 
 
-def pack_adapter(adapter: LoraAdapter, layout: PageLayout, dtype: npt.DTypeLike) -> PackedAdapter:
+def pack_adapter(
+    adapter: LoraAdapter,
+    layout: PageLayout,
+    dtype: npt.DTypeLike,
+    *,
+    checkpoint: Callable[[], None] = lambda: None,
+) -> PackedAdapter:
     """Lay out A and scaling * B^T as zero-padded rank blocks of 8 rows, cut into chunks, by layer and shard.
 
-    `dtype` is the pool's, float32 or bfloat16. scaling * B is computed in float32 and rounded once. Raises
-    AdapterError where the adapter does not fit the layout's model or a scaled weight overflows the dtype.
+    `dtype` is the pool's, float32 or bfloat16. scaling * B is computed in float32 and rounded once.
+    `checkpoint()` is called before each module of a layer. Raises what that raises, and AdapterError where
+    the adapter does not fit the layout's model or a scaled weight overflows the dtype.
     """
     pool_dtype = np.dtype(dtype)
     if pool_dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
@@ -70,6 +77,7 @@ def pack_adapter(adapter: LoraAdapter, layout: PageLayout, dtype: npt.DTypeLike)
         (layout.tp, layout.n_layers, num_chunks, RANK_BLOCK, layout.chunk_width), pool_dtype
     )
     for (layer, module), weights in adapter.weights.items():
+        checkpoint()
         a, b = _rows(weights, pool_dtype, adapter.path, f"layer {layer} {module}")
         for shard in range(layout.tp):
             start, stop = _shard_range(layout, module, shard, features[module])

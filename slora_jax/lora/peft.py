@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,18 @@ class _Header:
 
 
 def read_adapter(
-    path: str | os.PathLike[str], config: ModelConfig, *, max_rank: int = MAX_RANK
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    *,
+    max_rank: int = MAX_RANK,
+    checkpoint: Callable[[], None] = lambda: None,
 ) -> LoraAdapter:
     """Read the PEFT LoRA folder at `path` for a base model of shape `config`.
 
     Ranks and scales are PEFT's (see `peft_config`). The tensors decide what is there, and the config must
-    agree with them. Raises FileNotFoundError where nothing lies at `path`, and AdapterError naming the file,
-    key or field and the fix for everything that is refused: all is checked before anything is returned.
+    agree with them. `checkpoint()` is called before each pair of tensors is read; what it raises is raised.
+    Raises FileNotFoundError where nothing lies at `path`, and AdapterError naming the file, key or field and
+    the fix for everything that is refused: all is checked before anything is returned.
     """
     folder = adapter_folder(path)
     file_path = weights_file(folder)
@@ -91,14 +96,14 @@ def read_adapter(
                 _check_shape(file_path, a, (None, features[module][0]), lora)
                 _check_shape(file_path, b, (features[module][1], None), lora)
                 _check_dtype_and_rank(file_path, a, b, _module_path(layer, module), lora, max_rank)
-            weights = {
-                (layer, module): LoraWeights(
+            weights = {}
+            for (layer, module), (a, b) in sorted(pairs.items()):
+                checkpoint()
+                weights[layer, module] = LoraWeights(
                     _finite(file_path, a, file.get_tensor(a.key)),
                     _finite(file_path, b, file.get_tensor(b.key)),
                     lora.scaling(_module_path(layer, module)),
                 )
-                for (layer, module), (a, b) in sorted(pairs.items())
-            }
     except SafetensorError as error:
         raise AdapterError(
             f"corrupt or cut short: {error}; copy or save the file again", file=file_path

@@ -31,15 +31,21 @@ class AdapterReader:
     max_rank: int
     host_copy: Callable[[np.ndarray], HostCopy]
 
-    def prepare(self, path: str | os.PathLike[str]) -> PreparedAdapter:
-        """Read, validate and pack a PEFT folder; raises AdapterError with the reason."""
+    def prepare(
+        self, path: str | os.PathLike[str], checkpoint: Callable[[], None] = lambda: None
+    ) -> PreparedAdapter:
+        """Read, validate and pack a PEFT folder; raises AdapterError with the reason.
+
+        `checkpoint()` is called between two tensors and steps; what it raises ends the work and is raised.
+        """
         stamp = folder_stamp(path)
-        adapter = read_adapter(path, self.model_config, max_rank=self.max_rank)
-        packed = pack_adapter(adapter, self.layout, self.dtype)
+        adapter = read_adapter(path, self.model_config, max_rank=self.max_rank, checkpoint=checkpoint)
+        packed = pack_adapter(adapter, self.layout, self.dtype, checkpoint=checkpoint)
         if folder_stamp(path) != stamp:
             raise AdapterError("its files changed while they were read; load it again", folder=stamp.folder)
         content = np.ascontiguousarray(packed.pages).view(np.uint8)
         stamp = dataclasses.replace(stamp, checksum=zlib.crc32(content))
+        checkpoint()
         return PreparedAdapter(os.fspath(path), packed, stamp, self.host_copy(packed.pages))
 
     def promised_shape(self, path: str | os.PathLike[str]) -> AdapterShape:

@@ -113,6 +113,7 @@ class AdapterStore:
         self._generations = itertools.count(1)
         self.prefetches_useful = 0
         self.prefetches_wasted = 0
+        self.reservations_cancelled = 0
         reclaim.add(self)
 
     def __len__(self) -> int:
@@ -183,12 +184,17 @@ class AdapterStore:
         self.host.touch(adapter)
 
     def release(self, adapter: Adapter) -> None:
-        """A request that acquired it has ended."""
+        """A request that acquired it has ended. Pages that it waited for, and whose copy has not begun, are
+        given back.
+        """
         assert adapter.users > 0
         adapter.users -= 1
         if not adapter.users:
             adapter.waited_since = None
             self.host.touch(adapter)
+            if adapter.state == "staged" and adapter.copy is None:
+                self.withdraw(adapter)
+                self.reservations_cancelled += 1
         self._free_if_drained(adapter)
 
     def begin_use(self, adapter: Adapter) -> None:

@@ -1,5 +1,7 @@
 """Limits of a tenant and of an adapter: sequences at once, tokens a minute, sequences that wait.
 
+They hold for each one of a kind; a name may have its own.
+
 Requests that would exceed the queue or the tokens are refused with LimitExceededError, before any is queued.
 Sequences beyond `max_concurrency` are parked: they wait without standing in the way of others.
 """
@@ -8,8 +10,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+from slora_jax.config import EngineConfig, NamedLimits
 from slora_jax.errors import LimitExceededError
 from slora_jax.request import Request, Sequence
 from slora_jax.scheduling.policies import RankHeap
@@ -19,7 +22,7 @@ _QUEUE_RETRY_S = 1.0  # a full queue moves with the next sequence that ends
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """For each one of a kind ("tenant" or "adapter"); None: no limit."""
+    """Of one of a kind ("tenant" or "adapter"); None: no limit."""
 
     kind: str
     max_concurrency: int | None = None
@@ -29,6 +32,49 @@ class Limit:
     def __bool__(self) -> bool:
         numbers = self.max_concurrency, self.tokens_per_minute, self.max_queue
         return any(number is not None for number in numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class KindLimits:
+    """Of all tenants, or of all adapters: `usual`, but for those that have their own by name."""
+
+    usual: Limit
+    named: Mapping[str, Limit]
+
+    def __bool__(self) -> bool:
+        return bool(self.usual) or any(self.named.values())
+
+    def of(self, name: str) -> Limit:
+        return self.named.get(name, self.usual)
+
+
+def configured_limits(config: EngineConfig) -> tuple[KindLimits, KindLimits]:
+    """Those of tenants and of adapters."""
+    return (
+        _kind_limits(
+            Limit(
+                "tenant",
+                config.tenant_max_concurrency,
+                config.tenant_tokens_per_minute,
+                config.tenant_max_queue,
+            ),
+            config.tenant_limits,
+        ),
+        _kind_limits(
+            Limit(
+                "adapter",
+                config.adapter_max_concurrency,
+                config.adapter_tokens_per_minute,
+                config.adapter_max_queue,
+            ),
+            config.adapter_limits,
+        ),
+    )
+
+
+def _kind_limits(usual: Limit, named: NamedLimits) -> KindLimits:
+    fields = dataclasses.asdict(usual)
+    return KindLimits(usual, {name: Limit(**(fields | dict(own))) for name, own in named.items()})
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,9 +134,13 @@ class _Account:
 class Limits:
     """The accounts of all tenants and adapters that are in use; O(log parked) an operation."""
 
-    def __init__(self, limits: Iterable[Limit], clock: Callable[[], float]) -> None:
-        self._limits = [limit for limit in limits if limit]
-        self._rates = any(limit.tokens_per_minute is not None for limit in self._limits)
+    def __init__(self, limits: Iterable[KindLimits], clock: Callable[[], float]) -> None:
+        self._limits = [kind for kind in limits if kind]
+        self._rates = any(
+            limit.tokens_per_minute is not None
+            for kind in self._limits
+            for limit in (kind.usual, *kind.named.values())
+        )
         self._clock = clock
         self._accounts: dict[tuple[str, str], _Account] = {}
         self._parked: dict[Sequence, _Account] = {}
@@ -194,10 +244,16 @@ class Limits:
 
     def _of(self, request: Request) -> list[_Account]:
         accounts = []
-        for limit in self._limits:
-            name = request.tenant if limit.kind == "tenant" else request.adapter_id
-            if name is not None:
-                accounts.append(self._accounts.get((limit.kind, name)) or self._open(limit, name))
+        for limits in self._limits:
+            kind = limits.usual.kind
+            name = request.tenant if kind == "tenant" else request.adapter_id
+            if name is None:
+                continue
+            account = self._accounts.get((kind, name))
+            if account is None and (limit := limits.of(name)):
+                account = self._open(limit, name)
+            if account is not None:
+                accounts.append(account)
         return accounts
 
     def _open(self, limit: Limit, name: str) -> _Account:

@@ -254,6 +254,12 @@ class VtcOrder:
     nothing up. While two tenants wait all the time, what they get (price over weight) differs by at most 2 *
     max(input_price * longest prompt, output_price * M), the paper's bound, where M is the tokens of
     max_batch_size sequences of full length (output_price must not be below input_price).
+
+    While adapters are loaded, a sequence that lacks its own is passed over, and counts as charged meanwhile.
+    One tenant then gets beyond another at most half of that bound, the price of the prompts that one pass
+    over the queue passes over (at most max_batch_size + adapter_prefetch of them), and what its sequences
+    cost that were admitted while none of the other's had its adapter: nobody could have run in their place.
+    Who is behind for that is next as soon as an adapter of its own has come.
     """
 
     def __init__(

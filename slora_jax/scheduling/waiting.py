@@ -10,7 +10,7 @@ from slora_jax.config import EngineConfig
 from slora_jax.lora.store import Adapter
 from slora_jax.request import Request, Sequence
 from slora_jax.scheduling.early_abort import EarlyAbort, Overdue
-from slora_jax.scheduling.limits import Limit, Limits
+from slora_jax.scheduling.limits import Limits, configured_limits
 from slora_jax.scheduling.merge_order import MergeOrder, Turn
 from slora_jax.scheduling.policies import (
     ClusterOrder,
@@ -242,15 +242,5 @@ def _order(config: EngineConfig, seekers: Seekers, turn: Turn) -> Order:
 
 
 def _limits(config: EngineConfig, clock: Callable[[], float]) -> Limits | None:
-    limits = [
-        Limit(
-            "tenant", config.tenant_max_concurrency, config.tenant_tokens_per_minute, config.tenant_max_queue
-        ),
-        Limit(
-            "adapter",
-            config.adapter_max_concurrency,
-            config.adapter_tokens_per_minute,
-            config.adapter_max_queue,
-        ),
-    ]
+    limits = configured_limits(config)
     return Limits(limits, clock) if any(limits) else None

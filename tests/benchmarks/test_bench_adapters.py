@@ -88,14 +88,21 @@ def test_a_benchmark_whose_adapters_cannot_be_loaded_ends_with_the_reason(
 def test_only_a_pool_that_is_too_small_loads_while_it_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    arguments = "thrash --adapters-in-pool 3 --working-set 1 4 --popularity uniform --seconds 0.3"
-    found = {
-        (line["case"]["memory"], line["case"]["working_set"]): line
-        for line in run(monkeypatch, tmp_path, arguments)["thrash"]
-    }
-    assert set(found) == {(m, n) for m in ("all-resident", "unified") for n in (3, 12)}
-    assert [found["all-resident", n]["loads"] for n in (3, 12)] == [0, 0]
-    assert found["unified", 12]["loads"] > 0
+    arguments = "thrash --adapters-in-pool 5 --working-set 1 4 --popularity uniform --seconds 0.3"
+    lines = run(monkeypatch, tmp_path, f"{arguments} --no-unified-memory")["thrash"]
+    [held] = {line["case"]["pool_holds"] for line in lines}
+    found = {(line["case"]["memory"], line["case"]["working_set"]): line for line in lines}
+    memories = ("all-resident", "unified", "5 slots")
+    assert set(found) == {(m, n) for m in memories for n in (held, 4 * held)}
+    assert [found["all-resident", n]["loads"] for n in (held, 4 * held)] == [0, 0]
+    for line in lines:
+        assert line["working_set_of_resident"] == pytest.approx(
+            line["case"]["working_set"] / line["mean_resident"], rel=0.02
+        )
+    for memory in memories[1:]:
+        assert found[memory, 4 * held]["loads"] > 0
+        assert found[memory, 4 * held]["working_set_of_resident"] > 3, "the cap does not hold"
+    assert found["all-resident", 4 * held]["working_set_of_resident"] == 1
     for line in found.values():
         assert line["token_ms_p50"] <= line["token_ms_p99"] <= line["token_ms_max"]
         assert line["value"] > 0
@@ -106,14 +113,19 @@ def test_policies_meet_real_arrivals(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch,
         tmp_path,
         "online fairness --adapters-in-pool 3 --adapters 12 --rate 100 --target 0.4 --online-seconds 1 "
-        "--policies fcfs vtc+early-abort --fair-policies fcfs vtc --fair-seconds 1",
+        "--policies fcfs vtc+early-abort --fair-policies fcfs vtc --fair-seconds 1 --fair-batch 3 "
+        "--fair-longest 20",
     )
     for line in lines["online"]:
         assert 0 <= line["satisfaction"] <= line["value"] <= 1
         assert line["requests"] > 50
     assert [line["case"]["policy"] for line in lines["online"]] == ["fcfs", "vtc+early-abort"]
     fcfs, vtc = lines["vtc_gap"]
-    assert vtc["value"] <= vtc["bound"]
+    assert vtc["value"] <= vtc["bound"] < fcfs["value"]
+    for line in (fcfs, vtc):
+        assert line["bound"] == 2 * 2 * 3 * 2 * 20  # 2 w_q M
+        assert line["service_of_bound"] >= 6
+        assert line["gap_of_bound"] == pytest.approx(line["value"] / line["bound"], abs=1e-4)
     assert fcfs["share_of_small"] < vtc["share_of_small"] < 0.6
 
 
@@ -132,6 +144,8 @@ def test_a_working_set_that_no_pool_holds_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(SystemExit, match="lower --adapters-in-pool"):
         run(monkeypatch, tmp_path, "thrash --adapters-in-pool 1000")
+    with pytest.raises(SystemExit, match=r"200 slots of 8 pages .* lower --adapter-slots"):
+        run(monkeypatch, tmp_path, "thrash --no-unified-memory --adapter-slots 2 200")
 
 
 def test_a_steady_state_meets_long_outputs_more_often_at_any_age() -> None:
@@ -171,6 +185,7 @@ def test_popularity_draws_what_its_name_says() -> None:
         ("cold --prompt 64 --step-tokens 99", "--prompt must be at most 63"),
         ("thrash --adapters-in-pool -2", "--adapters-in-pool: must be in [1, 1000000], got -2"),
         ("thrash --adapters-in-pool 2.5", "--adapters-in-pool: must be an integer, got '2.5'"),
+        ("thrash --thrash-batch 5", "--thrash-batch must be at most --batch"),
         ("thrash --working-set 1 0", "--working-set: must be in [1, 1000000]"),
         ("thrash --seconds 0", "--seconds: must be above 0 and at most 1000000, got 0"),
         ("thrash --no-unified-memory --adapter-slots 0", "--adapter-slots: must be in [1, 1000000]"),
@@ -189,7 +204,11 @@ def test_popularity_draws_what_its_name_says() -> None:
             "--fair-policies: EngineConfig: scheduling_policy must be one of",
         ),
         ("fairness --fair-seconds -1", "--fair-seconds: must be above 0 and at most 1000000"),
-        ("fairness --batch 1", "--batch must be at least 2 for fairness"),
+        ("fairness --batch 1", "--fair-batch must be at least 2, and --batch with it"),
+        ("fairness --fair-batch 1", "--fair-batch must be at least 2"),
+        ("fairness --fair-batch 5", "--fair-batch and --fair-longest must be at most --batch and --longest"),
+        ("fairness --fair-longest 25", "--fair-batch and --fair-longest must be at most --batch and"),
+        ("fairness --fair-longest 7", "--fair-longest: must be in [8, 1000000], got 7"),
         ("cluster --cluster-requests 0", "--cluster-requests: must be in [1, 1000000]"),
         (f"cluster --cluster-requests {10**400}", "--cluster-requests: must be in [1, 1000000]"),
         ("cluster --cluster-requests -3", "--cluster-requests: must be in [1, 1000000]"),

@@ -74,6 +74,29 @@ def test_scheduling_flags_reach_their_fields() -> None:
     assert from_flags(EngineConfig, _parser(EngineConfig).parse_args([])) == EngineConfig()
 
 
+def test_limits_by_name_reach_their_fields() -> None:
+    flags = ["--tenant-limits", "a=b=max-concurrency:8,max-queue:none", "--tenant-limits", "c=max_queue:5"]
+    flags += ["--adapter-limits", "org/x:1=tokens-per-minute:60000", "--tenant-max-queue", "3"]
+    config = from_flags(EngineConfig, _parser(EngineConfig).parse_args(flags))
+    assert config.tenant_limits == {"a=b": {"max_concurrency": 8, "max_queue": None}, "c": {"max_queue": 5}}
+    assert config.adapter_limits == {"org/x:1": {"tokens_per_minute": 60000}}
+    assert config.tenant_max_queue == 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--tenant-weights", ["a=1", "a=2"]),
+        ("--tenant-limits", ["a=max-queue:1", "a=max-concurrency:1"]),
+        ("--adapter-limits", ["a=max-queue:1", "b=max-queue:1", "a=max-queue:1"]),
+    ],
+)
+def test_a_name_that_is_given_twice_is_refused(flag: str, values: list[str]) -> None:
+    args = _parser(EngineConfig).parse_args([part for value in values for part in (flag, value)])
+    with pytest.raises(ValueError, match=f"{flag}: 'a' is given twice"):
+        from_flags(EngineConfig, args)
+
+
 def test_sampling_flags_reach_their_fields() -> None:
     flags = [
         "--temperature",
@@ -103,6 +126,21 @@ def test_sampling_flags_reach_their_fields() -> None:
         (["--pool-bytes", "lots"], "expected bytes such as"),
         (["--tenant-weights", "acme"], "expected NAME=X"),
         (["--tenant-weights", "acme=much"], "expected NAME=X"),
+        *(
+            (["--tenant-limits", text], "--tenant-limits: expected NAME=LIMIT:N,... such as acme=max-concurr")
+            for text in (
+                "acme",
+                "acme=",
+                "acme=8",
+                "=max-queue:8",
+                "acme=max-queue:",
+                "acme=max-queue:few",
+                "acme=max-queue:1.5",
+                "acme=queue:8",
+                "acme=max-queue:8,",
+                "acme=max-queue:8,max-queue:9",
+            )
+        ),
     ],
 )
 def test_a_malformed_value_names_its_flag(

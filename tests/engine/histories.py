@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from typing import Any, ClassVar
@@ -10,11 +11,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from slora_jax import SamplingParams, UnknownAdapterError
+from slora_jax import LimitExceededError, SamplingParams, UnknownAdapterError
 from slora_jax.engine import Engine
 from slora_jax.outputs import StreamEvent
+from tests.engine.policy_server import POLICIES
 from tests.engine.simulated_engine import VOCAB, simulated_engine
 from tests.engine.simulated_runner import BASE, expected_tokens, simulated_adapter
+from tests.engine.virtual_time import VirtualClock, virtual_time
 
 _NO_ROOM = r"(request '\S+' needs|pinned adapters would take \d+ pages of \d+, and leave none)"
 
@@ -26,10 +29,41 @@ def shared_prompts() -> st.SearchStrategy[list[int]]:
     return st.tuples(stems, st.integers(1, 32), tails).map(lambda t: (t[0][: t[1]] + t[2]) or [5])
 
 
+STEP_S = 0.02
+
+type Who = tuple[str, int, float | None]  # tenant, priority, seconds of the deadline
+NOBODY: Who = "a", 0, None
+
+
+def askers() -> st.SearchStrategy[Who]:
+    return st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.sampled_from([None, None, None, 0.5]))
+
+
+def scheduling(policies: tuple[str, ...] = POLICIES) -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of EngineConfig: who is next, and limits, mostly none."""
+    limits = {f"{kind}_{what}": most for kind in ("tenant", "adapter") for what, most in _LIMITS.items()}
+    return st.fixed_dictionaries(
+        {
+            "scheduling_policy": st.sampled_from(policies),
+            "cluster_max_passes": st.integers(0, 4),
+            "ttft_target_s": st.sampled_from([0.3, 1e6]),
+        },
+        optional={name: st.integers(1, most) for name, most in limits.items()},
+    ).map(lambda fields: fields | _NAMED)
+
+
+_NAMED: dict[str, Any] = {
+    "tenant_weights": {"a": 3.0},
+    "tenant_limits": {"c": {"max_concurrency": 2, "max_queue": None}},
+    "adapter_limits": {"a": {"max_concurrency": 1}},
+}
+_LIMITS = {"max_concurrency": 3, "tokens_per_minute": 3000, "max_queue": 8}
+
+
 class History(RuleBasedStateMachine):
     """What was asked of an engine and what came: every sequence must end once, and rightly.
 
-    A subclass makes `engine` when it starts, and keeps `loaded` true.
+    A subclass makes `engine` when it starts, and keeps `loaded` true. A step takes STEP_S seconds of `clock`.
     """
 
     engine: Engine
@@ -43,22 +77,44 @@ class History(RuleBasedStateMachine):
         self.expected: dict[tuple[str, int], list[int]] = {}  # tokens of each sequence of a request
         self.got: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], StreamEvent] = {}
+        self.left: set[str] = set()  # requests whose users went
+        self.clock = VirtualClock()
+        self._patched = contextlib.ExitStack()
+        self._patched.enter_context(virtual_time(self.clock))
 
-    def ask(self, prompt: list[int], max_tokens: int, n: int, name: str | None) -> None:
-        params = SamplingParams(max_tokens=max_tokens, n=n)
-        request_id = self.engine.add_request(prompt, name, params)
+    def ask(self, prompt: list[int], max_tokens: int, n: int, name: str | None, who: Who = NOBODY) -> None:
+        """Ask, and perhaps be refused by a limit."""
+        tenant, priority, deadline_s = who
+        try:
+            request_id = self.engine.add_request(
+                prompt,
+                name,
+                self.params(max_tokens, n),
+                tenant=tenant,
+                priority=priority,
+                deadline_s=deadline_s,
+            )
+        except (LimitExceededError, ValueError) as error:
+            if not re.search("_max_queue|_tokens_per_minute", str(error)):
+                raise
+            return
         fingerprint = BASE if name is None else self.loaded[name]
         self.asked[request_id] = prompt, name
         for i in range(n):
             self.expected[request_id, i] = expected_tokens(prompt, fingerprint, max_tokens, VOCAB)
 
+    def params(self, max_tokens: int, n: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, n=n)
+
     @rule(pick=st.integers(0, 50))
     def abort(self, pick: int) -> None:
         alive = sorted({r for r, _ in self.expected} - {r for r, _ in self.ended})
         if alive:
+            self.left.add(alive[pick % len(alive)])
             self.take(self.engine.abort(alive[pick % len(alive)]))
 
     def take_step(self) -> None:
+        self.clock.now += STEP_S
         self.take(self.engine.step())
         self.engine.check_integrity()
 
@@ -81,8 +137,9 @@ class History(RuleBasedStateMachine):
             assert tokens == self.expected[key][: len(tokens)], key
 
     def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            self.check_end()
+        with self._patched:
+            if hasattr(self, "engine"):
+                self.check_end()
 
     def check_end(self) -> None:
         """All that was asked ends; nothing is left once everything is unloaded."""
@@ -94,7 +151,10 @@ class History(RuleBasedStateMachine):
         for key, event in self.ended.items():
             if self.loads_fail and event.finish_reason == "error":
                 assert "could not be loaded" in str(event.error)  # after a preemption, even late
-            elif event.finish_reason != "abort":
+            elif event.finish_reason == "abort":
+                told = str(event.error)
+                assert key[0] in self.left or "its deadline_s" in told or "given up after" in told
+            else:
                 assert event.finish_reason == "length"
                 assert self.got[key] == self.expected[key]
         for name in self.loaded:
@@ -120,6 +180,7 @@ class EngineMachine(History):
         caching=st.sampled_from([True, True, True, False]),
         adapters=st.integers(0, 3),
         load=st.sampled_from([0, 8, 16]),
+        order=scheduling(),
     )
     def start(
         self,
@@ -130,14 +191,17 @@ class EngineMachine(History):
         caching: bool,
         adapters: int,
         load: int,
+        order: dict[str, Any],
     ) -> None:
+        if self.fields.get("lora_mode") == "merge":  # which clusters already
+            order |= {"scheduling_policy": order["scheduling_policy"].replace("cluster", "fcfs")}
         self.engine = simulated_engine(
             num_pages=num_pages + self.slot_pages,
             max_batch_size=max_batch_size,
             max_step_tokens=max_step_tokens,
             prefill_chunk_tokens=chunk,
             enable_prefix_caching=caching,
-            **self.fields,
+            **(order | self.fields),
         )
         for name in "abc"[:adapters]:
             self.load(name, 8)
@@ -150,13 +214,24 @@ class EngineMachine(History):
         n=st.integers(1, 3),
         pick=st.integers(0, 9),
         stride=st.integers(0, 1),
+        who=askers(),
     )
-    def add(self, prompts: list[list[int]], max_tokens: int, n: int, pick: int, stride: int) -> None:
+    def add(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        n: int,
+        pick: int,
+        stride: int,
+        who: Who = NOBODY,
+    ) -> None:
         names = [None, *self.loaded]
         for i, prompt in enumerate(prompts):
-            self.ask_what_fits(prompt, max_tokens, n, names[(pick + stride * i) % len(names)])
+            self.ask_what_fits(prompt, max_tokens, n, names[(pick + stride * i) % len(names)], who)
 
-    def ask_what_fits(self, prompt: list[int], max_tokens: int, n: int, name: str | None) -> None:
+    def ask_what_fits(
+        self, prompt: list[int], max_tokens: int, n: int, name: str | None, who: Who = NOBODY
+    ) -> None:
         """Ask, and be refused where the pool could never hold it."""
         if len(self.expected) - len(self.ended) > 40:
             return
@@ -166,9 +241,9 @@ class EngineMachine(History):
                 pages += adapter.pages
         if pages > self.engine.stats().pages_total - self.slot_pages:
             with pytest.raises(ValueError, match="pages"):
-                self.ask(prompt, max_tokens, n, name)
+                self.ask(prompt, max_tokens, n, name, who)
         else:
-            self.ask(prompt, max_tokens, n, name)
+            self.ask(prompt, max_tokens, n, name, who)
 
     @rule(pick=st.integers(0, 50), tail=st.lists(st.integers(0, VOCAB - 1), max_size=6), n=st.integers(1, 2))
     def follow_up(self, pick: int, tail: list[int], n: int) -> None:

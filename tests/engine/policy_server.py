@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.virtual_server import StepCost, VirtualServer
@@ -12,12 +13,18 @@ POLICIES = ("fcfs", "cluster", "vtc", "early-abort", "vtc+cluster", "vtc+cluster
 
 
 def server(
-    policy: str = "fcfs", *, batch: int = 2, num_pages: int = 400, cost: StepCost | None = None, **fields: Any
+    policy: str = "fcfs",
+    *,
+    batch: int = 2,
+    num_pages: int = 400,
+    cost: StepCost | None = None,
+    load_seconds: Callable[[], float | None] | None = None,
+    **fields: Any,
 ) -> VirtualServer:
     config = EngineConfig(
         scheduling_policy=policy, max_batch_size=batch, max_step_tokens=64, page_tokens=4, **fields
     )
-    return VirtualServer(config, num_pages, cost)
+    return VirtualServer(config, num_pages, cost, load_seconds)
 
 
 def admission_order(served: VirtualServer) -> list[str]:

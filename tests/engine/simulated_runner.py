@@ -194,6 +194,8 @@ class Disk:
         self.failing: list[str] = []  # what fails next: read, stage, copy or write
         self.failures = 0
         self.reads = 0
+        self.tensors = 0  # of an adapter
+        self.between_tensors: Callable[[], None] = lambda: None
 
     def fails(self, what: str) -> None:
         if what in self.failing:
@@ -204,8 +206,11 @@ class Disk:
     def stamp(self, path: str) -> FolderStamp:
         return FolderStamp(path, (self.folders[path],))
 
-    def prepare(self, layout: PageLayout, path: str) -> PreparedAdapter:
+    def prepare(self, layout: PageLayout, path: str, checkpoint: Callable[[], None]) -> PreparedAdapter:
         self.reads += 1
+        for _ in range(self.tensors):
+            checkpoint()
+            self.between_tensors()
         self.fails("read")
         if path not in self.folders:
             self.failures += 1

@@ -56,7 +56,7 @@ class Bench:
         engine._runner.disk, engine._runner.looks = self.disk, looks  # type: ignore[attr-defined]
         loader: Any = engine._loader
         loader._readers = self.executor
-        loader._read = lambda path: self.disk.prepare(engine._layout, path)
+        loader._read = lambda path, checkpoint: self.disk.prepare(engine._layout, path, checkpoint)
         loader.wait = lambda timeout: False  # the test decides when a read ends
 
     def register(self, name: str, fingerprint: int, rank: int = 8, path: str | None = None) -> str:

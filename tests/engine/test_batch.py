@@ -77,16 +77,11 @@ class PackingMachine(EngineMachine):
 
     fields: ClassVar[dict[str, Any]] = {"runner": PackingRunner}
 
-    def ask(self, prompt: list[int], max_tokens: int, n: int, name: str | None) -> None:
+    def params(self, max_tokens: int, n: int) -> SamplingParams:
         kind = PARAMS[len(self.asked) % len(PARAMS)]
-        params = SamplingParams(
+        return SamplingParams(
             max_tokens=max_tokens, n=n, min_tokens=max_tokens, stop_token_ids=(1, 2), **kind
         )
-        request_id = self.engine.add_request(prompt, name, params)
-        fingerprint = BASE if name is None else self.loaded[name]
-        self.asked[request_id] = prompt, name
-        for i in range(n):
-            self.expected[request_id, i] = expected_tokens(prompt, fingerprint, max_tokens, VOCAB)
 
 
 TestPacking = PackingMachine.TestCase

@@ -41,6 +41,63 @@ def test_limits_without_a_rate_forget_idle_tenants(limits: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_name_has_its_own_concurrency_in_place_of_the_usual_one(policy: str) -> None:
+    """Also none at all; what it does not name stays as usual."""
+    served = server(
+        policy,
+        batch=16,
+        ttft_target_s=100.0,
+        tenant_max_concurrency=2,
+        tenant_limits={
+            "small": {"max_concurrency": 1},
+            "large": {"max_concurrency": 5},
+            "free": {"max_concurrency": None},
+            "other": {"max_queue": 50},
+        },
+    )
+    names = ("small", "large", "free", "other", "nobody")
+    arrivals = [Arrival(0.0, 4, 10, tenant=name) for name in names for _ in range(6)]
+    most = most_at_once(served, arrivals, "tenant")
+    assert most == {"small": 1, "large": 5, "free": 6, "other": 2, "nobody": 2}
+
+
+def test_an_adapter_has_its_own_concurrency_and_others_none() -> None:
+    served = server(batch=16, adapter_limits={"a0": {"max_concurrency": 1}})
+    first, second = spread(served, 2)
+    arrivals = [Arrival(0.0, 4, 10, adapter=(first, second, None)[i % 3]) for i in range(12)]
+    assert most_at_once(served, arrivals, "adapter_id") == {"a0": 1, "a1": 4, "None": 4}
+
+
+def test_a_name_has_its_own_queue_and_rate_in_an_engine() -> None:
+    engine = simulated_engine(
+        num_pages=60,
+        max_batch_size=1,
+        max_step_tokens=16,
+        tenant_max_queue=1,
+        tenant_tokens_per_minute=30,
+        tenant_limits={"acme": {"max_queue": 3, "tokens_per_minute": None}},
+        adapter_limits={"x": {"tokens_per_minute": 9}},
+    )
+    engine.load_adapter("x", simulated_adapter(engine._runner.layout, 1, 8))  # type: ignore[attr-defined]
+    engine.add_requests([asked(f"{i}", [1] * 20, tenant="acme") for i in range(3)])
+    with pytest.raises(LimitExceededError, match=r"'acme' has 3 sequences waiting, .* tenant_max_queue 3"):
+        engine.add_requests([asked("more", [1], tenant="acme")])
+    engine.add_requests([asked("b", [1] * 20, tenant="b")])
+    with pytest.raises(LimitExceededError, match="tenant_max_queue 1"):
+        engine.add_requests([asked("b2", [1], tenant="b")])
+    engine.add_requests([asked("x", [1] * 9, "x", tenant="c")])
+    with pytest.raises(LimitExceededError, match=r"adapter 'x' has used up \w+ 9") as refused:
+        engine.add_requests([asked("x2", [1] * 9, "x", tenant="d")])
+    assert refused.value.limit == "adapter_tokens_per_minute"
+    while engine.has_unfinished():
+        engine.step()
+    engine.check_integrity()
+    with pytest.raises(LimitExceededError, match="tenant 'b' has used up tenant_tokens_per_minute 30"):
+        engine.add_requests([asked("b3", [1] * 20, tenant="b")])
+    engine.add_requests([asked("acme", [1] * 20, tenant="acme")])  # which has no rate
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_tenant_runs_at_most_max_concurrency_sequences_and_delays_nobody(policy: str) -> None:
     served = server(policy, batch=8, tenant_max_concurrency=2, ttft_target_s=100.0)
     arrivals = [Arrival(0.0, 4, 10, tenant="greedy") for _ in range(20)] + [Arrival(0.0, 4, 10, tenant="b")]

@@ -385,6 +385,7 @@ def test_metrics(adapter_dir: Path) -> None:
         "slora:adapter_staged_bytes_total": 800,
         "slora:adapter_wait_seconds_total": 0.9,
         "slora:adapter_load_failures_total": 10,
+        "slora:adapter_loads_cancelled_total": 13,
         "slora:adapter_read_seconds_total": 1.1,
         "slora:adapter_copy_seconds_total": 1.2,
     }

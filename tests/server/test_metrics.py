@@ -131,12 +131,12 @@ def test_tenants_that_clients_invent_do_not_make_labels_without_end() -> None:
 
 def test_refusals_of_the_tenants_that_are_known_begin_at_0_for_every_setting_that_refuses() -> None:
     engine = FakeEngine()
-    engine.config = EngineConfig(tenant_weights={"known": 2.0})
+    engine.config = EngineConfig(tenant_weights={"known": 2.0}, tenant_limits={"limited": {"max_queue": 3}})
     settings = [field.name for field in dataclasses.fields(EngineConfig)]
     refusing = [name for name in settings if name.endswith(("_max_queue", "_tokens_per_minute"))]
     assert len(refusing) == 4
     counts = refused(families(watching(engine)))
-    assert counts == {(t, r): 0 for t in ("known", "default") for r in (*refusing, "early-abort")}
+    assert counts == {(t, r): 0 for t in ("known", "limited", "default") for r in (*refusing, "early-abort")}
 
 
 def test_the_time_since_which_a_counter_counts_is_no_metric_of_its_own() -> None:

@@ -108,6 +108,7 @@ def test_only_a_pool_that_is_too_small_loads_while_it_is_measured(
         assert line["value"] > 0
 
 
+@pytest.mark.slow
 def test_policies_meet_real_arrivals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines = run(
         monkeypatch,

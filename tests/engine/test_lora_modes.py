@@ -21,6 +21,7 @@ MODES: dict[str, dict[str, Any]] = {
     "merge": {"lora_mode": "merge"},
     "merge in slots": {"lora_mode": "merge", **SLOTS},
 }
+COMBINED = [name for name in MODES if "in" in name.split()]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,9 @@ def gathered(tiny_model_dir: Path, adapters: dict[str, Path]) -> Engine:
     return make_engine(tiny_model_dir, adapters)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.slow] * (mode in COMBINED)) for mode in MODES]
+)
 def test_a_mode_gives_the_tokens_of_the_gathered_kernels(
     gathered: Engine, tiny_model_dir: Path, adapters: dict[str, Path], mode: str
 ) -> None:

@@ -165,20 +165,21 @@ def main() -> None:
     if args.peft and vars(args) != vars(alone) | {"xla": args.xla}:
         parser.error("--peft goes alone: its model, batches and lengths are those of tests/parity")
     variant = {"xla": args.xla} if args.xla else {}
+    if not args.peft:
+        compare_shapes(args, variant)
+        return
     with compiled_with(args.xla, None):
-        if args.peft:
-            compare_with_peft(variant)
-        else:
-            compare_shapes(args, variant)
+        compare_with_peft(variant)
 
 
 def compare_shapes(args: argparse.Namespace, variant: dict[str, Any]) -> None:
-    """Every shape on every backend that this device can have."""
+    """Every shape on every backend that this device can have; `--xla` is of these, not of the reference."""
     sizes = {"step_tokens": args.step_tokens, "tokens": args.tokens}
     for name in args.shapes:
         want = run(SHAPES[name], "float32", "xla", **sizes)
         for backend in ("xla", "mosaic") if gpu_name() else ("xla",):
-            result = compare(want, run(SHAPES[name], "bfloat16", backend, **sizes))
+            with compiled_with(args.xla, None):
+                result = compare(want, run(SHAPES[name], "bfloat16", backend, **sizes))
             print(f"{name} {backend} bfloat16: {result}", flush=True)
             case = {"shape": name, "backend": backend, "dtype": "bfloat16", **sizes, **variant}
             agreement = result.pop("agreement")

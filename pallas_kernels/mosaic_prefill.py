@@ -27,7 +27,7 @@ from slora_jax.pallas_kernels.mosaic_attention_operands import TILED, check_atte
 BLOCK_KV = 128
 STAGES = 2
 ROWS = 64  # query rows of a warpgroup
-HEADS_TOGETHER = 8  # thread blocks of a tile side by side
+HEADS_TOGETHER = 8  # at most: blocks of heads whose tiles all come before the next heads'
 ROW_ALIGNMENT = 8  # of the first token of a tile's window
 ROW = plgpu.Layout.WGMMA.reduce(1)  # of a vector, one value a row of a product
 LOG2E = math.log2(math.e)
@@ -172,7 +172,7 @@ def _prefill_kernel(shape: _Shape, interpret: Any) -> Any:
     bf16, f32 = jnp.bfloat16, jnp.float32
     n_heads = z.n_kv * z.group
     blocks_of_heads = n_heads // z.heads
-    together = math.gcd(z.heads_together, blocks_of_heads)
+    together = next(n for n in range(z.heads_together, 0, -1) if blocks_of_heads % n == 0)
     scale = z.scale * LOG2E
     pages_each = -(-z.pages // 4)  # of a warp
 

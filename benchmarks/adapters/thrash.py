@@ -62,11 +62,13 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
             best, p99 = found["all-resident"], 1e3 * float(np.percentile(window.gaps, 99))
             case = {
                 "model": args.model, "setting": args.setting, "popularity": popularity, "memory": memory,
-                "pool_holds": held, "working_set": times * held, "batch": args.thrash_batch,
+                "adapters_in_pool": args.adapters_in_pool, "times": times, "batch": args.thrash_batch,
                 "lengths": [SHORTEST, bench.longest],
             }  # fmt: skip
             rate = window.tokens / window.seconds
             extra = {
+                "pool_holds": held,
+                "working_set": times * held,
                 "share_of_all_resident": round(rate * best.seconds / best.tokens, 4),
                 "token_ms_p50": round(1e3 * float(np.median(window.gaps)), 3),
                 "token_ms_p99": round(p99, 3),

@@ -119,10 +119,15 @@ def cut_pool(
 
     Ends with a message where the whole pool has fewer.
     """
-    held = int(args.adapters_in_pool)
-    check_room(bench, args, held, 1, bench.batch)
-    kv = 1 + kv_room(batch or bench.batch, longest or bench.longest, bench.page_tokens)
-    return kv + round(held * _adapter_pages(bench, args))
+    batch, longest, held = batch or bench.batch, longest or bench.longest, int(args.adapters_in_pool)
+    pages = 1 + kv_room(batch, longest, bench.page_tokens) + round(held * _adapter_pages(bench, args))
+    if pages > bench.num_pages:
+        raise SystemExit(
+            f"{pages} pages are needed to hold the KV of {batch} sequences of up to {longest} + {longest} "
+            f"tokens and {held} adapters, the pool has {bench.num_pages}: lower the batch or --adapters-in-pool, or "
+            "give JAX more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+        )
+    return pages
 
 
 def mean_pool(bench: Workbench, args: argparse.Namespace) -> int:
@@ -148,13 +153,11 @@ def slot_pool(bench: Workbench, args: argparse.Namespace, slots: int) -> dict[st
     return {"num_pages": pages, **fields}
 
 
-def check_room(
-    bench: Workbench, args: argparse.Namespace, held: int, times: int, batch: int | None = None
-) -> None:
-    """End with a message where the whole pool would not hold `times` as many adapters beside the KV of a full
-    batch.
+def check_room(bench: Workbench, args: argparse.Namespace, held: int, times: int) -> None:
+    """End with a message where the whole pool would not hold `times` as many adapters beside the KV of
+    --thrash-batch sequences.
     """
-    kv = 1 + kv_room(batch or args.thrash_batch, bench.longest, bench.page_tokens)
+    kv = 1 + kv_room(args.thrash_batch, bench.longest, bench.page_tokens)
     most = kv + round(times * held * _adapter_pages(bench, args))
     if most > bench.num_pages:
         raise SystemExit(

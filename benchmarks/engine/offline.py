@@ -15,6 +15,7 @@ import functools
 import gc
 import itertools
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace, engine: Engine | None) -> None:
         print(f"offline {case}: {value} requests/s", flush=True)
         extra = {
             **done,
-            **profile_full_batch(engine, requests),
+            **profile_or_none(engine, requests),
             "compilations": {"before": warm - before, "seconds": round(compiling, 1), "while_timed": 0},
             "backend": engine._runner.backend.name,
         }
@@ -159,6 +160,16 @@ def measure(
         "merges": engine._runner.merges - merges,
         "preemptions": stats.preemptions - before.preemptions,
     }
+
+
+def profile_or_none(engine: Engine, requests: Sequence[Offline]) -> dict[str, Any]:
+    """`profile_full_batch`; where the profiler fails, the timed run of minutes is not lost with it."""
+    try:
+        return profile_full_batch(engine, requests)
+    except Exception:
+        traceback.print_exc()
+        clear(engine)
+        return {"idle_share": None, "shares": None}
 
 
 def profile_full_batch(engine: Engine, requests: Sequence[Offline]) -> dict[str, Any]:

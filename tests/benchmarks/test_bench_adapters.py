@@ -90,14 +90,14 @@ def test_only_a_pool_that_is_too_small_loads_while_it_is_measured(
 ) -> None:
     arguments = "thrash --adapters-in-pool 5 --working-set 1 4 --popularity uniform --seconds 0.3"
     lines = run(monkeypatch, tmp_path, f"{arguments} --no-unified-memory")["thrash"]
-    [held] = {line["case"]["pool_holds"] for line in lines}
-    found = {(line["case"]["memory"], line["case"]["working_set"]): line for line in lines}
+    [held] = {line["pool_holds"] for line in lines}
+    found = {(line["case"]["memory"], line["working_set"]): line for line in lines}
     memories = ("all-resident", "unified", "5 slots")
     assert set(found) == {(m, n) for m in memories for n in (held, 4 * held)}
     assert [found["all-resident", n]["loads"] for n in (held, 4 * held)] == [0, 0]
     for line in lines:
         assert line["working_set_of_resident"] == pytest.approx(
-            line["case"]["working_set"] / line["mean_resident"], rel=0.02
+            line["working_set"] / line["mean_resident"], rel=0.02
         )
     for memory in memories[1:]:
         assert found[memory, 4 * held]["loads"] > 0

@@ -273,7 +273,7 @@ class VirtualServer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _VirtualCopy:
-    """One of so many pages that is done at a time (None: it fails), or when it is waited for."""
+    """One of so many pages that is done at a time (None: it fails)."""
 
     server: VirtualServer
     pages: int

@@ -27,7 +27,7 @@ from slora_jax.pallas_kernels.xla_lora import AdapterBlocks
 MODULE_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # q k v; o; gate up; down: those that share an input
 SLOTS = 8  # rank blocks of an item: 64 rows, one wgmma tile
 WINDOW, RUN, TILE = 8, 16, 64  # rows of a decode item, of a run and of a tile
-MIN_RUN = 24  # tokens of one adapter in a row from which tiles are faster than decode items
+MIN_TILE = 24  # tokens of one adapter side by side from which tiles are faster than decode items
 FIELDS = 13
 
 # Of an item: its window's first row; a decode item's tokens, counted from it and 4 bits each, and how many
@@ -103,10 +103,9 @@ def build_lora_work(
 
     `token_adapter` [t]: index into `adapters` of each token's, or -1. `a_chunks`, `b_chunks` [7]:
     chunks in one block of A and of B by module. Where nr is not 0, groups that have runs have nothing else,
-    and the others decode items. Otherwise at least MIN_RUN tokens of one adapter side by side become tiles,
+    and the others decode items. Otherwise at least MIN_TILE tokens of one adapter side by side become tiles,
     but for the first `decode_rows` tokens (default: all); where nt has no room for all of them, the fewest
-    are decode items. Raises ValueError where nd, nr or
-    lp is too small, or an index has no adapter.
+    are decode items. Raises ValueError where nd, nr or lp is too small, or an index has no adapter.
     """
     token_adapter = np.asarray(token_adapter, np.int32)
     if token_adapter.max(initial=-1) >= len(adapters):
@@ -176,7 +175,7 @@ def _windows(
     edge = np.flatnonzero(np.diff(token_adapter, prepend=-2))
     edge = np.unique(np.append(edge, border)) if border < total else edge
     start, end = edge, np.append(edge[1:], total)
-    long = (start >= border) & (end - start >= MIN_RUN) & (token_adapter[start] >= 0)
+    long = (start >= border) & (end - start >= MIN_TILE) & (token_adapter[start] >= 0)
     start, end = start[long], end[long]
     if most_tiles is not None:
         longest = np.argsort(start - end, kind="stable")
@@ -202,9 +201,8 @@ def _windows(
     none = _Windows(*np.zeros((4, 0), np.int64))
     if not as_runs:
         return [(decodes, none, tiles)] * len(MODULE_GROUPS)
-    start = np.flatnonzero(np.diff(token_adapter, prepend=-2))
-    start, end = (x[token_adapter[start] >= 0] for x in (start, np.append(start[1:], total)))
-    runs = _side_by_side(token_adapter, start, end, RUN)
+    has_adapter = token_adapter[edge] >= 0
+    runs = _side_by_side(token_adapter, edge[has_adapter], np.append(edge[1:], total)[has_adapter], RUN)
     return [
         (none, runs, tiles) if has_runs(group) else (decodes, none, tiles)
         for group in range(len(MODULE_GROUPS))

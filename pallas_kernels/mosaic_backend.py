@@ -63,7 +63,7 @@ class MosaicPlanner:
         return needs
 
     def sizes(self, rung: int, shape: LoraShape) -> Sizes:
-        """With prompts four times the rung below; without 64 items, these and 64 runs, 128, 256, 1024, ...
+        """With prompts four times the rung below. Without: 64 items; these and 64 runs; 128, 256, 1024, ...
 
         Up to 64 and 128 items are divided over 4 and 2 thread blocks each. Steps with prompts begin with
         room for usual ranks, because each rung costs seconds to compile and LoRA is a small part of their
@@ -77,11 +77,9 @@ class MosaicPlanner:
                 items *= 4
             windows = -(-prompts // TILE) + prompts // (4 * TILE) + 1
             items, tiles = (n * 4 ** (rung - 1) for n in (items, pl.next_power_of_2(USUAL_ITEMS * windows)))
-        elif rung == 2 and _may_have_runs(shape):
-            runs = RUNS
         else:
-            rung -= rung > 2 and _may_have_runs(shape)
-            items *= rung if rung < 3 else 4 ** (rung - 2)
+            ladder = [(64, 0), *[(64, RUNS)] * _may_have_runs(shape), (128, 0)]
+            items, runs = ladder[rung - 1] if rung <= len(ladder) else (64 * 4 ** (rung - len(ladder)), 0)
         chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
         widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)
         pages = -(-(items + tiles) * SLOTS * widest // shape.chunks_per_page)
@@ -114,7 +112,9 @@ class MosaicPlanner:
 
 
 def _may_have_runs(shape: LoraShape) -> bool:
-    """Whether a step has a rung of runs: one without prompts whose decodes need more than the first."""
+    """Whether a step has a rung of runs: one without prompts, of rows of which one adapter of rank 64 alone
+    needs as many items as the first rung has, or nearly (48 of 128 rows).
+    """
     return shape.tokens == shape.decode_rows >= 8 * RUN
 
 

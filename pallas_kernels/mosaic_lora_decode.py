@@ -44,11 +44,11 @@ WARPS = 4  # of a warpgroup
 ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
-def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Callable[..., Any]:
+def decode_kernel(config: LoraConfig, n_items: int, split: int, phase: Phase) -> Callable[..., Any]:
     """Of phase "both": (x, chunks, items, pages, layer, y ref); "shrink": the same without y -> h; "expand":
     h instead of x.
 
-    h f32 [split, nd * 64, window]: r by t of each item, a summand from each part. One warpgroup copies,
+    h f32 [split, n_items * 64, window]: r by t of each item, a summand from each part. One warpgroup copies,
     another multiplies.
     """
     n_modules, width, window = len(config.out_dims), config.width, config.window
@@ -186,9 +186,20 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
                     def _(m: int = m) -> None:
                         for c in parts:
                             column = config.columns[m] + first + SWIZZLE * c
-                            source = d_s.at[pl.ds(buffer + tokens * c + window * m, window)]
-                            target = y.at[pl.ds(item.row, window), pl.ds(column, SWIZZLE)]
-                            add_to_memory(source, target, config)
+                            add_window(buffer + tokens * c + window * m, column)
+
+            def add_window(first: jax.Array, column: jax.Array) -> None:
+                if config.interpret is None:  # zeros to other tokens' rows; rows past the end are dropped
+                    source = d_s.at[pl.ds(first, window)]
+                    add_to_memory(source, y.at[pl.ds(item.row, window), pl.ds(column, SWIZZLE)], config)
+                    return
+
+                def add_token(n: jax.Array, _: None) -> None:
+                    t = item.token(n)
+                    target = y.at[pl.ds(item.row + t, 1), pl.ds(column, SWIZZLE)]
+                    add_to_memory(d_s.at[pl.ds(first + t, 1)], target, config)
+
+                lax.fori_loop(0, item.count, add_token, None)
 
             def few_tokens_step(i: jax.Array, stage: jax.Array) -> None:
                 k = part + split * (i - shrinks)
@@ -245,10 +256,12 @@ def decode_kernel(config: LoraConfig, nd: int, split: int, phase: Phase) -> Call
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
         rows = config.deltas * at_once * tokens  # (w/64, m, t), w of 64
         scratch["d_s"] = plgpu.SMEM((rows, SWIZZLE), bf16, transforms=ROWS)
-    out_type = jax.ShapeDtypeStruct((split, nd * RANKS, window), jnp.float32) if phase == "shrink" else ()
+    out_type = (
+        jax.ShapeDtypeStruct((split, n_items * RANKS, window), jnp.float32) if phase == "shrink" else ()
+    )
 
     def body(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, **scratch: Ref) -> None:
         decode(x, chunks, items, pages, layer, out, scratch)
 
     body.__name__ = f"lora_decode_{phase}"
-    return lora_kernel(body, config, 2, out_type=out_type, grid=(nd, split), scratch_types=scratch)
+    return lora_kernel(body, config, 2, out_type=out_type, grid=(n_items, split), scratch_types=scratch)

@@ -33,7 +33,7 @@ class LoraConfig:
     width: int  # W
     per_page: int  # chunks in a page
     n_pages: int
-    stages: int = 3  # at most, of decode items; tiles have 2
+    stages: int = 3  # at most, of decode items and runs; tiles have 2
     pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
     # Of decode items and runs:

@@ -400,12 +400,12 @@ class EngineConfig:
 
 def _named_limits(field: str, given: object) -> NamedLimits:
     """A copy with Python's own numbers; raises ValueError for what is no limit."""
-    _check(isinstance(given, Mapping), f"{field} must map names to limits, got {given!r}")
-    assert isinstance(given, Mapping)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{field} must map names to limits, got {given!r}")
     limits: dict[str, dict[str, int | None]] = {}
     for name, own in given.items():
-        where = f"{field}[{as_text(f'EngineConfig: a name in {field}', name)!r}]"
-        known = ", ".join(LIMITS)
+        as_text(f"EngineConfig: a name in {field}", name)
+        where, known = f"{field}[{name!r}]", ", ".join(LIMITS)
         _check(
             isinstance(own, Mapping) and bool(own) and set(own) <= set(LIMITS),
             f"{where} must map some of {known} to numbers or None, got {own!r}",

@@ -124,8 +124,8 @@ def cut_pool(
     if pages > bench.num_pages:
         raise SystemExit(
             f"{pages} pages are needed to hold the KV of {batch} sequences of up to {longest} + {longest} "
-            f"tokens and {held} adapters, the pool has {bench.num_pages}: lower the batch or --adapters-in-pool, or "
-            "give JAX more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+            f"tokens and {held} adapters, the pool has {bench.num_pages}: lower the batch or "
+            "--adapters-in-pool, or give JAX more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )
     return pages
 

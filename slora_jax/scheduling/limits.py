@@ -12,7 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
-from slora_jax.config import EngineConfig, NamedLimits
+from slora_jax.config import LIMITS, EngineConfig, NamedLimits
 from slora_jax.errors import LimitExceededError
 from slora_jax.request import Request, Sequence
 from slora_jax.scheduling.policies import RankHeap
@@ -25,6 +25,7 @@ class Limit:
     """Of one of a kind ("tenant" or "adapter"); None: no limit."""
 
     kind: str
+    own: frozenset[str] = frozenset()  # of LIMITS: set for this name, not for all of a kind
     max_concurrency: int | None = None
     tokens_per_minute: int | None = None
     max_queue: int | None = None
@@ -32,6 +33,10 @@ class Limit:
     def __bool__(self) -> bool:
         numbers = self.max_concurrency, self.tokens_per_minute, self.max_queue
         return any(number is not None for number in numbers)
+
+    def setting(self, limit: str, name: str) -> str:
+        """Where one of LIMITS is set that `name` has."""
+        return f"{self.kind}_limits['{name}'] {limit}" if limit in self.own else f"{self.kind}_{limit}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,30 +56,15 @@ class KindLimits:
 def configured_limits(config: EngineConfig) -> tuple[KindLimits, KindLimits]:
     """Those of tenants and of adapters."""
     return (
-        _kind_limits(
-            Limit(
-                "tenant",
-                config.tenant_max_concurrency,
-                config.tenant_tokens_per_minute,
-                config.tenant_max_queue,
-            ),
-            config.tenant_limits,
-        ),
-        _kind_limits(
-            Limit(
-                "adapter",
-                config.adapter_max_concurrency,
-                config.adapter_tokens_per_minute,
-                config.adapter_max_queue,
-            ),
-            config.adapter_limits,
-        ),
+        _kind_limits("tenant", config, config.tenant_limits),
+        _kind_limits("adapter", config, config.adapter_limits),
     )
 
 
-def _kind_limits(usual: Limit, named: NamedLimits) -> KindLimits:
-    fields = dataclasses.asdict(usual)
-    return KindLimits(usual, {name: Limit(**(fields | dict(own))) for name, own in named.items()})
+def _kind_limits(kind: str, config: EngineConfig, named: NamedLimits) -> KindLimits:
+    usual = {limit: getattr(config, f"{kind}_{limit}") for limit in LIMITS}
+    by_name = {name: Limit(kind, frozenset(own), **(usual | dict(own))) for name, own in named.items()}
+    return KindLimits(Limit(kind, **usual), by_name)
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,16 +98,16 @@ class _Account:
     def check(self, sequences: int, prompt_tokens: int, *, queue: bool) -> None:
         """Raise LimitExceededError where a limit does not allow so many more together."""
         limit, who = self.limit, f"{self.limit.kind} '{self.name}'"
-        most = limit.max_queue if queue else None
+        most, max_queue = limit.max_queue if queue else None, limit.setting("max_queue", self.name)
         if most is not None and sequences > most:
             raise ValueError(
-                f"{sequences} sequences at once never fit {limit.kind}_max_queue {most}: lower n, or send "
-                "fewer prompts together"
+                f"{sequences} sequences at once never fit {max_queue} {most}: lower n, or send fewer prompts "
+                "together"
             )
         if most is not None and self.waiting + sequences > most:
             raise LimitExceededError(
                 f"{who} has {self.waiting} sequences waiting, and {sequences} more exceed "
-                f"{limit.kind}_max_queue {most}: retry later",
+                f"{max_queue} {most}: retry later",
                 _QUEUE_RETRY_S,
                 f"{limit.kind}_max_queue",
             )
@@ -125,7 +115,8 @@ class _Account:
         if rate is not None and self.tokens < (need := min(prompt_tokens, rate)):
             seconds = (need - self.tokens) * 60 / rate
             raise LimitExceededError(
-                f"{who} has used up {limit.kind}_tokens_per_minute {rate}: retry in {seconds:.1f} s",
+                f"{who} has used up {limit.setting('tokens_per_minute', self.name)} {rate}: retry in "
+                f"{seconds:.1f} s",
                 seconds,
                 f"{limit.kind}_tokens_per_minute",
             )

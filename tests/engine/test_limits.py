@@ -80,13 +80,15 @@ def test_a_name_has_its_own_queue_and_rate_in_an_engine() -> None:
     )
     engine.load_adapter("x", simulated_adapter(engine._runner.layout, 1, 8))  # type: ignore[attr-defined]
     engine.add_requests([asked(f"{i}", [1] * 20, tenant="acme") for i in range(3)])
-    with pytest.raises(LimitExceededError, match=r"'acme' has 3 sequences waiting, .* tenant_max_queue 3"):
+    with pytest.raises(
+        LimitExceededError, match=r"'acme' has 3 .* exceed tenant_limits\['acme'\] max_queue 3"
+    ):
         engine.add_requests([asked("more", [1], tenant="acme")])
     engine.add_requests([asked("b", [1] * 20, tenant="b")])
     with pytest.raises(LimitExceededError, match="tenant_max_queue 1"):
         engine.add_requests([asked("b2", [1], tenant="b")])
     engine.add_requests([asked("x", [1] * 9, "x", tenant="c")])
-    with pytest.raises(LimitExceededError, match=r"adapter 'x' has used up \w+ 9") as refused:
+    with pytest.raises(LimitExceededError, match=r"'x' has used up adapter_limits\['x'\] \w+ 9") as refused:
         engine.add_requests([asked("x2", [1] * 9, "x", tenant="d")])
     assert refused.value.limit == "adapter_tokens_per_minute"
     while engine.has_unfinished():

@@ -125,7 +125,7 @@ def test_mosaic_s_usual_rung_holds_an_adapter_of_rank_64_for_every_row(rows: int
     [
         (256, 1, 64, 48),  # 16 windows of 3 items: 96 items else
         (256, 1, 16, 0),  # 32 items: one for 8 rows
-        (256, 5, 32, 32),
+        (256, 5, 32, 40),
         (256, 20, 64, 0),  # more than there is room for
         (256, 256, 16, 0),
         (128, 1, 64, 0),  # 48 items
@@ -146,7 +146,7 @@ def test_mosaic_takes_many_decodes_of_few_adapters_as_runs(
     assert bool(sizes[1]) == bool(runs)
     work = MOSAIC.planner.build(token_adapter, adapters, sizes, shape)
     assert sum(work["runs"][0, :, 3:6].max(axis=1) > 0) == needs[1]
-    assert needs[1] >= runs
+    assert needs[1] == runs
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -186,20 +186,9 @@ def decode_kernel(config: LoraConfig, n_items: int, split: int, phase: Phase) ->
                     def _(m: int = m) -> None:
                         for c in parts:
                             column = config.columns[m] + first + SWIZZLE * c
-                            add_window(buffer + tokens * c + window * m, column)
-
-            def add_window(first: jax.Array, column: jax.Array) -> None:
-                if config.interpret is None:  # zeros to other tokens' rows; rows past the end are dropped
-                    source = d_s.at[pl.ds(first, window)]
-                    add_to_memory(source, y.at[pl.ds(item.row, window), pl.ds(column, SWIZZLE)], config)
-                    return
-
-                def add_token(n: jax.Array, _: None) -> None:
-                    t = item.token(n)
-                    target = y.at[pl.ds(item.row + t, 1), pl.ds(column, SWIZZLE)]
-                    add_to_memory(d_s.at[pl.ds(first + t, 1)], target, config)
-
-                lax.fori_loop(0, item.count, add_token, None)
+                            source = d_s.at[pl.ds(buffer + tokens * c + window * m, window)]
+                            target = y.at[pl.ds(item.row, window), pl.ds(column, SWIZZLE)]
+                            add_to_memory(source, target, config)
 
             def few_tokens_step(i: jax.Array, stage: jax.Array) -> None:
                 k = part + split * (i - shrinks)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from slora_jax.request import DEFAULT_TENANT, MAX_TENANT_CHARACTERS
+from slora_jax.checks import MAX_TENANT_CHARACTERS
+from slora_jax.request import DEFAULT_TENANT
 from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.errors import ApiError, bad_request, model_not_found
@@ -124,7 +125,7 @@ class ServerContext:
 def tenant_of(request: Request, body: SamplingBody) -> str:
     """Who pays: the header X-Tenant (a gateway sets it, where clients may not choose), else `user`.
 
-    Raises ApiError 400 for a header that is too long.
+    Raises ApiError 400 for one that is too long.
     """
     header = request.headers.get("x-tenant", "")
     if len(header) > MAX_TENANT_CHARACTERS:

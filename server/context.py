@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -125,9 +126,11 @@ class ServerContext:
 def tenant_of(request: Request, body: SamplingBody) -> str:
     """Who pays: the header X-Tenant (a gateway sets it, where clients may not choose), else `user`.
 
-    Raises ApiError 400 for one that is too long.
+    The header is UTF-8, or Latin-1 where it is not. Raises ApiError 400 for one that is too long.
     """
     header = request.headers.get("x-tenant", "")
+    with contextlib.suppress(UnicodeDecodeError):
+        header = header.encode("latin-1").decode()  # Starlette takes every header for Latin-1
     if len(header) > MAX_TENANT_CHARACTERS:
         raise bad_request(f"X-Tenant may have at most {MAX_TENANT_CHARACTERS} characters", "X-Tenant")
     return header or body.user or DEFAULT_TENANT

@@ -52,7 +52,7 @@ def popularity(text: str) -> str:
 
 def xla_option(text: str) -> str:
     """OPTION=VALUE of XLA's compiler."""
-    if "=" not in text:
+    if not text.partition("=")[0] or "=" not in text:
         raise argparse.ArgumentTypeError(f"must be OPTION=VALUE, got {text!r}")
     return text
 

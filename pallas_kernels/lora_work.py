@@ -210,16 +210,20 @@ def _windows(
 
 
 def _side_by_side(token_adapter: np.ndarray, start: np.ndarray, end: np.ndarray, rows: int) -> _Windows:
-    """The tokens from each start to its end, of one adapter each, in windows of `rows` rows."""
+    """The tokens from each start to its end, of one adapter each, in windows of `rows` rows that lie within
+    the batch, padded to a multiple of 8 rows (or to `rows`).
+    """
     first = start // WINDOW * WINDOW
     count = -(-(end - first) // rows)
     which = np.repeat(np.arange(len(start)), count)
-    row = first[which] + rows * (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count))
+    from_row = first[which] + rows * (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count))
+    last = max(-(-len(token_adapter) // WINDOW) * WINDOW - rows, 0)
+    row = np.minimum(from_row, last)
     return _Windows(
         token_adapter[start][which],
         row,
-        np.maximum(start[which] - row, 0),
-        np.minimum(end[which] - row, rows),
+        np.maximum(start[which], from_row) - row,
+        np.minimum(end[which], from_row + rows) - row,
     )
 
 

@@ -58,8 +58,8 @@ def apply_lora(
     MODULE_GROUPS. The scaling is part of B. Sums in float32; x A^T and the product with B are each
     rounded to bf16 once. `split` forces over how many thread blocks a decode item's or run's columns are
     divided, `tile_split` a tile's, `stages` how many steps the copies run ahead; the rest of `tuning` are
-    LoraConfig's. Where t is no multiple of 8, or below 16 with runs, 64 with tiles, x and y are padded, which
-    copies them. Raises ValueError for shapes that the kernels cannot do.
+    LoraConfig's. Where t is no multiple of 8, or below 16 with runs or 64 with tiles, x and y are padded,
+    which copies them. Raises ValueError for shapes that the kernels cannot do.
     """
     group = _check(x, y, pool, modules, in_dim, out_dims, chunk_width)
     config = LoraConfig(

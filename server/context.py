@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from slora_jax.request import DEFAULT_TENANT, MAX_TENANT_CHARACTERS
+from slora_jax.checks import MAX_TENANT_CHARACTERS
+from slora_jax.request import DEFAULT_TENANT
 from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.errors import ApiError, bad_request, model_not_found
@@ -124,9 +126,11 @@ class ServerContext:
 def tenant_of(request: Request, body: SamplingBody) -> str:
     """Who pays: the header X-Tenant (a gateway sets it, where clients may not choose), else `user`.
 
-    Raises ApiError 400 for a header that is too long.
+    The header is UTF-8, or Latin-1 where it is not. Raises ApiError 400 for one that is too long.
     """
     header = request.headers.get("x-tenant", "")
+    with contextlib.suppress(UnicodeDecodeError):
+        header = header.encode("latin-1").decode()  # Starlette takes every header for Latin-1
     if len(header) > MAX_TENANT_CHARACTERS:
         raise bad_request(f"X-Tenant may have at most {MAX_TENANT_CHARACTERS} characters", "X-Tenant")
     return header or body.user or DEFAULT_TENANT

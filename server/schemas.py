@@ -25,8 +25,9 @@ from pydantic import (
     model_validator,
 )
 
+from slora_jax.checks import MAX_TENANT_CHARACTERS
 from slora_jax.errors import printable
-from slora_jax.request import MAX_PRIORITY, MAX_TENANT_CHARACTERS
+from slora_jax.request import MAX_PRIORITY
 from slora_jax.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,

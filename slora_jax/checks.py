@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+MAX_TENANT_CHARACTERS = 256
+_ADAPTER_NAME_CHARACTERS = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
@@ -80,6 +83,28 @@ def as_text(name: str, value: object) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} must be UTF-8; write its character {error.start + 1} in UTF-8") from None
+    return text
+
+
+def as_tenant(name: str, value: object) -> str:
+    """`value` as the name of a tenant; raises ValueError for what no request can have."""
+    text = as_text(name, value)
+    if not 0 < len(text) <= MAX_TENANT_CHARACTERS:
+        raise ValueError(f"{name} must have 1 to {MAX_TENANT_CHARACTERS} characters, got {len(text)}")
+    return text
+
+
+def as_adapter_name(name: str, value: object) -> str:
+    """`value` as the name of an adapter; raises ValueError for what is none, wherever it comes from.
+
+    Metrics join names by commas, and a line of a log has whole ones.
+    """
+    text, most = str(as_kind(name, value, str)), _ADAPTER_NAME_CHARACTERS
+    if not 0 < len(text) <= most or text != text.strip() or "," in text or not text.isprintable():
+        raise ValueError(
+            f"{name} must have 1 to {most} printable characters, no comma among them, and no space at either "
+            f"end, got {text[:most]!r}"
+        )
     return text
 
 

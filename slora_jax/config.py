@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from slora_jax.checks import Interval, as_kind, as_list, as_text, check_fields
+from slora_jax.checks import Interval, as_adapter_name, as_kind, as_list, as_tenant, check_fields
 
 Dtype = Literal["float32", "bfloat16"]
 KernelBackend = Literal["auto", "xla", "mosaic"]
@@ -386,7 +386,7 @@ class EngineConfig:
             f"tenant_weights must map tenants to weights, got {self.tenant_weights!r}",
         )
         weights = {
-            as_text("EngineConfig: a tenant's name (tenant_weights)", name): as_kind(
+            as_tenant("EngineConfig: a tenant's name (tenant_weights)", name): as_kind(
                 f"EngineConfig: tenant_weights[{name!r}]", weight, float
             )
             for name, weight in self.tenant_weights.items()
@@ -394,17 +394,17 @@ class EngineConfig:
         for name, weight in weights.items():
             _check(weight in _WEIGHT, f"tenant_weights[{name!r}] must be {_WEIGHT}, got {weight}")
         object.__setattr__(self, "tenant_weights", weights)
-        for field in ("tenant_limits", "adapter_limits"):
-            object.__setattr__(self, field, _named_limits(field, getattr(self, field)))
+        for field, as_name in (("tenant_limits", as_tenant), ("adapter_limits", as_adapter_name)):
+            object.__setattr__(self, field, _named_limits(field, getattr(self, field), as_name))
 
 
-def _named_limits(field: str, given: object) -> NamedLimits:
-    """A copy with Python's own numbers; raises ValueError for what is no limit."""
+def _named_limits(field: str, given: object, as_name: Callable[[str, object], str]) -> NamedLimits:
+    """A copy with Python's own numbers; raises ValueError for what is no name or no limit."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{field} must map names to limits, got {given!r}")
     limits: dict[str, dict[str, int | None]] = {}
     for name, own in given.items():
-        as_text(f"EngineConfig: a name in {field}", name)
+        as_name(f"EngineConfig: a name in {field}", name)
         where, known = f"{field}[{name!r}]", ", ".join(LIMITS)
         _check(
             isinstance(own, Mapping) and bool(own) and set(own) <= set(LIMITS),

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from slora_jax.checks import as_kind, as_list, as_text
+from slora_jax.checks import as_kind, as_list, as_tenant
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.errors import PromptError, UnknownAdapterError
 from slora_jax.lora.store import Adapter, AdapterStore
@@ -20,7 +20,6 @@ from slora_jax.outputs import RequestMetrics
 from slora_jax.request import (
     DEFAULT_TENANT,
     MAX_PRIORITY,
-    MAX_TENANT_CHARACTERS,
     GenerateRequest,
     Request,
     Sequence,
@@ -177,7 +176,7 @@ class RequestIntake:
             prompt_index=prompt_index,
             adapter=adapter,
             params=params,
-            tenant=_tenant(asked.tenant),
+            tenant=as_tenant("tenant", asked.tenant),
             priority=_priority(asked.priority),
             deadline_s=_deadline(asked.deadline_s),
             metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(tokens)),
@@ -252,13 +251,6 @@ class RequestIntake:
                 f"{limits.usable_pages}{f' less {pinned} of pinned adapters' if pinned else ''}: shorten the "
                 "prompt, lower max_tokens or raise num_pages"
             )
-
-
-def _tenant(tenant: object) -> str:
-    name = as_text("tenant", tenant)
-    if not 0 < len(name) <= MAX_TENANT_CHARACTERS:
-        raise ValueError(f"tenant must have 1 to {MAX_TENANT_CHARACTERS} characters, got {len(name)}")
-    return name
 
 
 def _priority(priority: object) -> int:

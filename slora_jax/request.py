@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from slora_jax.text.detokenizer import IncrementalDetokenizer
 
 DEFAULT_TENANT = "default"  # of requests that name none
-MAX_TENANT_CHARACTERS = 256
 MAX_PRIORITY = 100  # either way: no request may be put off, or preferred, without end
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import gpu_name
 from slora_jax import EngineConfig
 from slora_jax.engine import Engine
 from slora_jax.programs import GPU_OPTIONS
@@ -53,12 +54,21 @@ def random_engine(shape: Mapping[str, Any], config: EngineConfig) -> Engine:
 
 @contextlib.contextmanager
 def compiled_with(options: Sequence[str], engine: Engine | None) -> Iterator[None]:
-    """Within, steps are compiled with XLA's OPTION=VALUE too; those compiled before are set aside."""
+    """Within, steps are compiled with XLA's OPTION=VALUE too; those compiled before are set aside.
+
+    "true" and "false" may be written as in XLA_FLAGS. Raises SystemExit without a GPU: the engine compiles
+    for a CPU without options, and what is measured would not be what its case says.
+    """
+    if options and gpu_name() is None:
+        raise SystemExit(
+            f"--xla {' '.join(options)}: the engine gives XLA options on a GPU only; leave --xla out"
+        )
     before = dict(GPU_OPTIONS)
     holders = [(engine._runner, "_programs"), (engine._runner._builder, "_compiled")] if engine else []
     kept = [getattr(holder, name) for holder, name in holders]
     if options:
-        GPU_OPTIONS.update(dict(option.split("=", 1) for option in options))
+        for name, value in (option.split("=", 1) for option in options):
+            GPU_OPTIONS[name] = value.capitalize() if value.lower() in ("true", "false") else value
         for holder, name in holders:
             setattr(holder, name, {})
     try:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Set
 
 from slora_jax import interrupts
-from slora_jax.checks import as_kind
+from slora_jax.checks import as_adapter_name
 from slora_jax.lora.loader import PreparedAdapter
 from slora_jax.lora.packing import AdapterShape, PackedAdapter
 from slora_jax.lora.peft_folder import FolderStamp, check_adapter_path, folder_stamp
@@ -22,20 +22,10 @@ from slora_jax.lora.transfer import HostCopy
 from slora_jax.outputs import AdapterInfo
 from slora_jax.request import Request
 
-_NAME_CHARACTERS = 256
-
 
 def check_adapter_name(name: object) -> None:
-    """Raise ValueError for what is no adapter's name, wherever it comes from.
-
-    Metrics join names by commas, and a line of a log has whole ones.
-    """
-    text = str(as_kind("an adapter's name", name, str))
-    if not 0 < len(text) <= _NAME_CHARACTERS or text != text.strip() or "," in text or not text.isprintable():
-        raise ValueError(
-            f"an adapter's name must have 1 to {_NAME_CHARACTERS} printable characters, no comma among them, "
-            f"and no space at either end, got {text[:_NAME_CHARACTERS]!r}"
-        )
+    """Raise ValueError for what is no adapter's name, wherever it comes from."""
+    as_adapter_name("an adapter's name", name)
 
 
 def check_adapters(adapters: object) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import benchmarks.record
 from benchmarks.bench_engine import main
-from benchmarks.engine import decode, mixed, offline, profile
+from benchmarks.engine import decode, mixed, models, offline, profile
 from benchmarks.engine.models import make_engine
 from slora_jax.engine import Engine
 from slora_jax.programs import GPU_OPTIONS
@@ -55,6 +55,7 @@ def test_what_is_compiled_with_other_options_is_another_case(
         seen.append((GPU_OPTIONS.get("xla_option"), engine.num_compilations))
 
     monkeypatch.setattr(decode, "compile_decodes", compiling)
+    monkeypatch.setattr(models, "gpu_name", lambda: "some GPU")
     engine = make_engine("tiny", max_batch=1, max_model_len=64)
     for options in ("", "--xla xla_option=1", ""):
         lines = run(monkeypatch, tmp_path, f"decode --batch 1 --context 20 --steps 4 {options}", engine)
@@ -62,6 +63,60 @@ def test_what_is_compiled_with_other_options_is_another_case(
     (_, once), (option, twice), (_, again) = seen
     assert (option, twice, again) == ("1", 2 * once, 2 * once)
     assert before == GPU_OPTIONS
+
+
+def tiny_engine_with_options(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Compiles with GPU_OPTIONS as on a GPU; there are none for a start, as XLA's for a CPU are others."""
+    monkeypatch.setattr(models, "gpu_name", lambda: "some GPU")
+    for name in list(GPU_OPTIONS):
+        monkeypatch.delitem(GPU_OPTIONS, name)
+    engine = make_engine("tiny", max_batch=1, max_model_len=64)
+    engine._runner._builder._options = GPU_OPTIONS
+    return engine
+
+
+DECODE = "decode --batch 1 --context 20 --steps 4"
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("xla_no_such=1", "No such compile option: 'xla_no_such'"),
+        ("xla_cpu_enable_fast_math=7", "not a valid bool"),
+    ],
+)
+def test_an_option_that_xla_refuses_is_named_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, told: str
+) -> None:
+    engine = tiny_engine_with_options(monkeypatch)
+    with pytest.raises(Exception, match=told):
+        run(monkeypatch, tmp_path, f"{DECODE} --xla {option}", engine)
+    assert not engine.has_unfinished()
+    engine.check_integrity()
+    (line,) = run(monkeypatch, tmp_path, DECODE, engine)
+    assert "xla" not in line["case"]
+
+
+@pytest.mark.parametrize("value", ["true", "False", "TRUE"])
+def test_truth_is_written_as_in_xla_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str
+) -> None:
+    option = f"xla_cpu_enable_fast_math={value}"
+    engine = tiny_engine_with_options(monkeypatch)
+    (line,) = run(monkeypatch, tmp_path, f"{DECODE} --xla {option}", engine)
+    assert line["case"]["xla"] == [option]
+
+
+@pytest.mark.parametrize("option", ["xla_option", "=1", ""])
+def test_what_is_no_option_and_value_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*DECODE.split(), "--model", "tiny", "--xla", option])
+    assert f"must be OPTION=VALUE, got {option!r}" in capsys.readouterr().err
+
+
+def test_options_that_reach_no_compiler_are_refused() -> None:
+    with pytest.raises(SystemExit, match="--xla a=1 b=2: the engine gives XLA options on a GPU only"):
+        main([*DECODE.split(), "--model", "tiny", "--xla", "a=1", "b=2"])
 
 
 def test_decodes_near_the_longest_context_run_to_the_last_step(

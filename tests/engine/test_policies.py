@@ -64,6 +64,12 @@ def test_a_wrong_field_of_a_request_is_refused_by_name(field: str, value: Any, m
         ({"tenant_limits": [("a", 1)]}, "tenant_limits must map names to limits, got"),
         ({"adapter_limits": {5: {"max_queue": 1}}}, "a name in adapter_limits must be a string, got 5"),
         ({"tenant_limits": {"a\udce9": {"max_queue": 1}}}, "a name in tenant_limits must be UTF-8"),
+        ({"tenant_limits": {"": {"max_queue": 1}}}, "a name in tenant_limits must have 1 to 256 characters"),
+        ({"tenant_limits": {"a" * 257: {"max_queue": 1}}}, "a name in tenant_limits must have 1 to 256 char"),
+        ({"tenant_weights": {"": 2.0}}, r"a tenant's name \(tenant_weights\) must have 1 to 256 characters"),
+        ({"adapter_limits": {"": {"max_queue": 1}}}, "a name in adapter_limits must have 1 to 256 printable"),
+        ({"adapter_limits": {"a,b": {"max_queue": 1}}}, "a name in adapter_limits must have .* no comma"),
+        ({"adapter_limits": {" a": {"max_queue": 1}}}, "a name in adapter_limits must have .* no space at"),
         ({"tenant_limits": {"a": 3}}, r"tenant_limits\['a'\] must map some of max_concurrency, tokens_per_m"),
         (
             {"tenant_limits": {"a": {}}},

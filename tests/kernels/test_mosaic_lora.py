@@ -149,6 +149,16 @@ def test_decodes_of_few_adapters_as_runs(split: int) -> None:
     check(rng, data, token_adapter, as_runs=True, split=split, pack=split == 2)
 
 
+@pytest.mark.parametrize(("tokens", "split"), [(7, 1), (24, 2), (32, 1), (37, 2)])
+def test_runs_that_begin_anywhere_end_with_the_batch(tokens: int, split: int) -> None:
+    """A window of 16 rows from the last 8 on would lie half behind x and y."""
+    rng = np.random.default_rng(11)
+    data = pack(rng, [{0: 8, 1: 16}, {2: 24}])
+    for border in {3, tokens - 8, tokens - 1} & set(range(tokens)):
+        token_adapter = (np.arange(tokens) >= border).astype(np.int32)
+        check(rng, data, token_adapter, as_runs=True, split=split, pack=True)
+
+
 @pytest.mark.parametrize("kind", ["distinct", "zipf", "identical"])
 def test_popularity(kind: str) -> None:
     rng = np.random.default_rng(4)
@@ -216,6 +226,9 @@ def test_work_covers_every_token_once() -> None:
             seen[item[0] + item[1] : item[0] + item[2]] += 1
             assert (token_adapter[item[0] + item[1] : item[0] + item[2]] == item[6]).all()
         np.testing.assert_array_equal(seen, token_adapter >= 0)
+        within = -(-len(token_adapter) // 8) * 8
+        assert not runs[:, 2].any() or (runs[:, 0] + lora_work.RUN).max() <= max(within, lora_work.RUN)
+        assert not tiles[:, 2].any() or (tiles[:, 0] + lora_work.TILE).max() <= max(within, lora_work.TILE)
 
 
 def test_limits_are_told() -> None:

@@ -51,6 +51,25 @@ def test_requests_carry_their_tenant_priority_and_deadline(path: str, body: dict
     assert engine.scheduling == [("default", 0, None), ("alice", -3, 2.5), ("acme", -3, 2.5)]
 
 
+@pytest.mark.parametrize(
+    ("header", "tenant"),
+    [
+        ("caf\u00e9".encode(), "caf\u00e9"),
+        ("caf\u00e9".encode("latin-1"), "caf\u00e9"),
+        ("\u6771\u4eac".encode(), "\u6771\u4eac"),
+    ],
+)
+def test_a_tenant_of_any_language_is_the_same_in_header_and_body(header: bytes, tenant: str) -> None:
+    """Else its limits by name would not hold where a gateway names it."""
+    engine = simulated_engine(tenant_limits={tenant: {"max_queue": 1}})
+    with serve(engine) as live:
+        body = {"prompt": [[1], [2]], "max_tokens": 1}
+        for fields, headers in (({"user": tenant}, {}), ({}, {b"X-Tenant": header})):
+            answer = live.post("/v1/completions", {**body, **fields}, headers=headers)
+            assert answer.status_code == 400
+            assert "never fit tenant_max_queue 1" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_over_a_limit_is_429_with_the_reason_and_when_to_come_back(stream: bool) -> None:
     engine = FakeEngine(tokenizer=ByteTokenizer())

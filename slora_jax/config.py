@@ -309,7 +309,9 @@ class EngineConfig:
         _AT_LEAST_1,
     )
     tenant_max_queue: int | None = _option(
-        None, "sequences of one tenant that may wait; more are refused", _AT_LEAST_1
+        None,
+        "sequences of one tenant that may wait, for the next step or an adapter, too; more are refused",
+        _AT_LEAST_1,
     )
     adapter_max_concurrency: int | None = _option(
         None, "sequences of one adapter that may run at once", _AT_LEAST_1
@@ -320,7 +322,9 @@ class EngineConfig:
         _AT_LEAST_1,
     )
     adapter_max_queue: int | None = _option(
-        None, "sequences of one adapter that may wait; more are refused", _AT_LEAST_1
+        None,
+        "sequences of one adapter that may wait, for the next step or a load, too; more are refused",
+        _AT_LEAST_1,
     )
     tenant_limits: NamedLimits = dataclasses.field(
         default_factory=dict,

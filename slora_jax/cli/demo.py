@@ -96,7 +96,7 @@ def _compile(engine: Engine, batch: _Batch, progress: LoadProgress) -> None:
     prompts of the one before in the prefix cache: what it would compute has other shapes, too.
     """
     for run in range(1, _WARM_UPS + 1):
-        phase, ended, compiled = f"compiling, run {run}", 0, engine.num_compilations
+        phase, ended, compiled = f"warm-up {run}, answers", 0, engine.num_compilations
         progress(phase, 0, len(batch[0]))
         with reading_input():
             events = engine.stream(*batch)

@@ -67,7 +67,7 @@ def test_a_tenant_of_any_language_is_the_same_in_header_and_body(header: bytes, 
         for fields, headers in (({"user": tenant}, {}), ({}, {b"X-Tenant": header})):
             answer = live.post("/v1/completions", {**body, **fields}, headers=headers)
             assert answer.status_code == 400
-            assert "never fit tenant_max_queue 1" in answer.json()["error"]["message"]
+            assert f"never fit tenant_limits['{tenant}'] max_queue 1" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

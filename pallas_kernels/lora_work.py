@@ -8,7 +8,8 @@ that share an input (a *group* of modules: q,k,v; o; gate,up; down), for some to
   share their input with others, so that weights are read half as often;
 - a tile has a window of 64 rows and tokens of it side by side: for prompts.
 
-Windows begin at multiples of 8 rows, because that is how TMA addresses swizzled tiles. Sort a batch's
+Windows begin at multiples of 8 rows, because that is how TMA addresses swizzled tiles, and end with the batch
+at the latest; tokens of a run or tile need not begin with its window. Sort a batch's
 decode rows by adapter where possible: an adapter's weights are then read by the fewest items. Ranks are
 never padded to another adapter's; what an adapter lacks and tokens without adapter get no item.
 """

@@ -180,8 +180,8 @@ class Soak:
                 priority=int(rng.integers(-1, 2)),
                 deadline_s=deadline,
             )
-        except LimitExceededError:
-            self.counts["refused"] += 1
+        except LimitExceededError as error:
+            self.counts[f"refused_by_{error.limit}"] += 1
             return
         fingerprint = BASE if name is None else self._loaded[name][0]
         self._asked[request] = Asked(prompt, fingerprint, max_tokens, [[] for _ in range(n)], [False] * n)
@@ -379,7 +379,8 @@ class Soak:
                 adapter_staging_bytes=3 * ADAPTER_BYTES,
                 adapter_prefetch=8,
                 scheduling_policy=POLICY,
-                tenant_max_queue=60,
+                tenant_max_queue=14,
+                tenant_limits={"tenant-0": {"tokens_per_minute": 2500, "max_queue": None}},
                 adapter_max_concurrency=6,
             )
         runner: Any = engine._runner

@@ -26,7 +26,10 @@ def test_ten_minutes_of_traffic_leave_nothing_behind(seed: int) -> None:
     with traced():
         soak = Soak(minutes=10, seed=seed, checkpoint_minutes=1)
         soak.run()
-    happened = ("reloads", "unloads", "left", "given_up", "failed", "changed_files", "broken_off", "streams")
+    happened = (
+        *("reloads", "unloads", "left", "given_up", "failed", "changed_files", "broken_off", "streams"),
+        "refused_by_tenant_tokens_per_minute",
+    )
     assert all(soak.counts[what] for what in happened), soak.counts
 
 

@@ -372,7 +372,7 @@ class Soak:
         with virtual_time(self._clock):
             engine = simulated_engine(
                 SoakRunner,
-                num_pages=400,
+                num_pages=240,  # so few that sequences are preempted
                 max_batch_size=16,
                 max_step_tokens=64,
                 adapter_host_bytes=12 * ADAPTER_BYTES,
@@ -380,7 +380,7 @@ class Soak:
                 adapter_prefetch=8,
                 scheduling_policy=POLICY,
                 tenant_max_queue=14,
-                tenant_limits={"tenant-0": {"tokens_per_minute": 2500, "max_queue": None}},
+                tenant_limits={"tenant-0": {"tokens_per_minute": 1200, "max_queue": None}},
                 adapter_max_concurrency=6,
             )
         runner: Any = engine._runner

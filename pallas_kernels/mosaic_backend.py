@@ -78,8 +78,8 @@ class MosaicPlanner:
             windows = -(-prompts // TILE) + prompts // (4 * TILE) + 1
             items, tiles = (n * 4 ** (rung - 1) for n in (items, pl.next_power_of_2(USUAL_ITEMS * windows)))
         else:
-            ladder = [(64, 0), *[(64, RUNS)] * _may_have_runs(shape), (128, 0)]
-            items, runs = ladder[rung - 1] if rung <= len(ladder) else (64 * 4 ** (rung - len(ladder)), 0)
+            ladder = [(items, 0), *[(items, RUNS)] * _may_have_runs(shape), (2 * items, 0)]
+            items, runs = ladder[rung - 1] if rung <= len(ladder) else (items * 4 ** (rung - len(ladder)), 0)
         chunks = [a + b for a, b in zip(shape.a_chunks, shape.b_chunks, strict=True)]
         widest = sum(max(chunks[m] for m in group) for group in MODULE_GROUPS)
         pages = -(-(items + tiles) * SLOTS * widest // shape.chunks_per_page)

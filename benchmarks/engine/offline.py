@@ -15,7 +15,6 @@ import functools
 import gc
 import itertools
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -90,11 +89,15 @@ def run(args: argparse.Namespace, engine: Engine | None) -> None:
         print(f"offline {case}: {value} requests/s", flush=True)
         extra = {
             **done,
-            **profile_or_none(engine, requests),
+            "idle_share": None,
+            "shares": None,
             "compilations": {"before": warm - before, "seconds": round(compiling, 1), "while_timed": 0},
             "backend": engine._runner.backend.name,
         }
-        record("engine", "offline_throughput", case, value, "requests/s", gpu=gpu_name(), **extra)
+        try:
+            extra |= profile_full_batch(engine, requests)
+        finally:  # a profiler that fails loses no timed run of minutes
+            record("engine", "offline_throughput", case, value, "requests/s", gpu=gpu_name(), **extra)
         print(extra, flush=True)
         for name in names:
             engine.unload_adapter(name)
@@ -160,16 +163,6 @@ def measure(
         "merges": engine._runner.merges - merges,
         "preemptions": stats.preemptions - before.preemptions,
     }
-
-
-def profile_or_none(engine: Engine, requests: Sequence[Offline]) -> dict[str, Any]:
-    """`profile_full_batch`; where the profiler fails, the timed run of minutes is not lost with it."""
-    try:
-        return profile_full_batch(engine, requests)
-    except Exception:
-        traceback.print_exc()
-        clear(engine)
-        return {"idle_share": None, "shares": None}
 
 
 def profile_full_batch(engine: Engine, requests: Sequence[Offline]) -> dict[str, Any]:

@@ -187,6 +187,22 @@ def test_offline_profiles_a_full_batch_behind_the_timed_run(
     assert not engine.adapters()
 
 
+def test_a_profiler_that_fails_is_told_and_loses_no_timed_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise OSError("no trace")
+
+    monkeypatch.setattr(profile, "read_profile", broken)
+    monkeypatch.setattr(offline, "LONGEST", 12)
+    engine = make_engine("tiny", max_batch=2, max_model_len=32, max_step_tokens=32, num_pages=100)
+    with pytest.raises(OSError, match="no trace"):
+        run(monkeypatch, tmp_path, "offline --requests 3", engine)
+    (line,) = map(json.loads, (tmp_path / "engine.jsonl").read_text().splitlines())
+    assert line["value"] > 0
+    assert (line["idle_share"], line["shares"]) == (None, None)
+
+
 @pytest.mark.slow
 def test_offline_keeps_no_profile_of_steps_that_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -28,9 +28,10 @@ def test_ten_minutes_of_traffic_leave_nothing_behind(seed: int) -> None:
         soak.run()
     happened = (
         *("reloads", "unloads", "left", "given_up", "failed", "changed_files", "broken_off", "streams"),
-        "refused_by_tenant_tokens_per_minute",
+        *("refused_by_tenant_tokens_per_minute", "refused_by_tenant_max_queue"),
     )
     assert all(soak.counts[what] for what in happened), soak.counts
+    assert soak.engine.stats().preemptions
 
 
 def test_a_request_that_is_kept_is_noticed() -> None:

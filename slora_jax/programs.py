@@ -39,13 +39,15 @@ logger = logging.getLogger(__name__)
 Result = tuple[jax.Array, SlotState, StepOutput]
 
 # How XLA compiles for a GPU. A step is one CUDA graph: without "CONDITIONAL" and "WHILE" the sampler's
-# conditionals cut it into several, and the host waits for the device at each. GEMMs are cuBLASLt's, which
-# XLA tries on the device; its Triton GEMMs would take long to compile.
+# conditionals cut it into several, and the host waits for the device at each. GEMMs are cuBLASLt's, as its
+# heuristics choose them: the same at every start, where XLA's trials of a few runs each differ, and faster
+# (docs/architecture.md has figures); XLA's Triton GEMMs would take long to compile.
 GPU_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     ),
     "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_autotune_level": 0,
     # XLA counts the pool twice, where it comes in and where it goes out updated in place, and would compute
     # things again to save memory that is not short.
     "xla_disable_hlo_passes": "rematerialization",

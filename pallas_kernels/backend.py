@@ -10,6 +10,7 @@ from small rungs to large ones; rung 0 is a batch without adapters.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -57,6 +58,12 @@ class LoraPlanner(Protocol):
         self, token_adapter: np.ndarray, adapters: Sequence[AdapterBlocks], sizes: Sizes, shape: LoraShape
     ) -> Mapping[str, np.ndarray]:
         """The arrays of the work list."""
+
+
+def lowest_rung(planner: LoraPlanner, needs: Sequence[int], shape: LoraShape) -> Sizes:
+    """The sizes of the first rung, from 1 on, that hold `needs` of this planner; (): of rung 1."""
+    rungs = (planner.sizes(rung, shape) for rung in itertools.count(1))  # they grow without end
+    return next(r for r in rungs if all(size >= need for size, need in zip(r, needs, strict=False)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
-from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend
+from slora_jax.pallas_kernels.backend import AdapterBlocks, Backend, lowest_rung
 from slora_jax.sampling import SamplingRows
 from slora_jax.scheduling.scheduler import Chunk, StepPlan
 from slora_jax.slots import SAMPLING_FIELDS, SlotTable, number_adapters
@@ -312,7 +312,7 @@ class BatchBuilder:
         planner, bounds = self._backend.planner, self._buckets.lora_shape(shape)
         needs = planner.needs(token_adapter, adapters, bounds)
         groups = self.expect(g for g, modules in enumerate(_GROUP_MODULES) if _targeted(adapters, modules))
-        sizes = self._buckets.lora_sizes(needs, bounds)
+        sizes = lowest_rung(planner, needs, bounds)
         with_lora = self._buckets.with_lora(shape, needs, groups)
         return with_lora, planner.build(token_adapter, adapters, sizes, bounds)
 

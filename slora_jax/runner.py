@@ -102,8 +102,7 @@ class ModelRunner:
     ) -> None:
         self._mesh, self._layout = mesh, layout
         device = mesh.devices.flat[0]
-        # A CPU has nothing to copy, and that copy's callback aborts an exiting process (jaxlib 0.11.2).
-        self._device_memory = device.platform != "cpu"
+        self._on_cpu = device.platform == "cpu"
         self.backend = choose_backend(model_config, config, mesh, layout)
         logger.info("kernels: %s on %s", self.backend.name, device.device_kind)
         if config.lora_mode == "padded-bmm":
@@ -118,7 +117,7 @@ class ModelRunner:
         model = Llama(model_config, _fuse(model_config, layout.tp, mesh, params))
         self._pool, self._slots = _initial_state(model_config, config, mesh, layout, num_pages)
         exported, folder = None, steps_folder(config.compile_cache_dir)
-        if folder is not None and self._device_memory:  # a CPU has no whole steps
+        if folder is not None and not self._on_cpu:  # a CPU has no whole steps
             identity = steps_identity(model_config, config, layout, mesh, self.backend)
             exported = ExportedSteps(folder, identity)
         self._builder = ProgramBuilder(step_config, mesh, model, self._pool, self._slots, exported)
@@ -159,7 +158,9 @@ class ModelRunner:
         self.packed = plan, shape
         packed = jax.device_put(step.words, self._sharding())
         self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
-        if self._device_memory:
+        if (
+            not self._on_cpu
+        ):  # nothing to copy, and the copy's callback aborts an exiting process (jaxlib 0.11.2)
             output.tokens.copy_to_host_async()
         wants_logprobs = step.wants_logprobs
         self._batches.launched(step, output.tokens)
@@ -266,7 +267,7 @@ class ModelRunner:
                     progress("compiling", done, len(todo))
         finally:
             pool.shutdown(cancel_futures=True)
-        if self._device_memory:
+        if not self._on_cpu:
             for shape in todo:
                 self.rehearse(shape)
 

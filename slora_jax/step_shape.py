@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from slora_jax.memory.layout import MODULES, PageLayout
-from slora_jax.pallas_kernels.backend import Backend, LoraShape
+from slora_jax.pallas_kernels.backend import Backend, LoraShape, lowest_rung
 
 Field = tuple[tuple[int, ...], np.dtype]
 LORA = "lora."  # before the names of the work list's arrays
@@ -184,8 +183,8 @@ class ShapeBuckets:
 
     def with_lora(self, shape: StepShape, needs: tuple[int, ...], groups: tuple[int, ...]) -> StepShape:
         """A shape with the lowest rung of LoRA work lists that holds `needs` of the backend's planner."""
-        bounds = self.lora_shape(shape)
-        fields = self.backend.planner.fields(self.lora_sizes(needs, bounds), bounds)
+        bounds, planner = self.lora_shape(shape), self.backend.planner
+        fields = planner.fields(lowest_rung(planner, needs, bounds), bounds)
         return dataclasses.replace(shape, lora=tuple(fields.items()), lora_groups=groups)
 
     def lora_shape(self, shape: StepShape) -> LoraShape:
@@ -199,14 +198,6 @@ class ShapeBuckets:
             a_chunks=tuple(layout.a_chunks(m) for m in MODULES),
             b_chunks=tuple(layout.b_chunks(m) for m in MODULES),
         )
-
-    def lora_sizes(self, needs: tuple[int, ...], shape: LoraShape) -> tuple[int, ...]:
-        """The sizes of the lowest rung of LoRA work lists that holds `needs`; (): of the first."""
-        for rung in itertools.count(1):
-            sizes = self.backend.planner.sizes(rung, shape)
-            if all(size >= need for size, need in zip(sizes, needs, strict=False)):
-                return sizes
-        raise AssertionError("rungs grow without end")
 
     def _prefill_seqs(self, tokens: int) -> int:
         return min(self.max_batch_size, max(1, tokens // 16))

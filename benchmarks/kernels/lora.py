@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.common import AGAINST_XLA, Case, Ceilings, Measurement, seconds_per_call, xla_seconds
-from slora_jax.pallas_kernels.backend import XLA, LoraPlanner, LoraShape
+from slora_jax.pallas_kernels.backend import XLA, LoraShape, lowest_rung
 from slora_jax.pallas_kernels.lora_work import LoraWork, lora_work_needed
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC, RUNS
 from slora_jax.pallas_kernels.mosaic_lora import apply_lora
@@ -145,13 +145,7 @@ def _list_sizes(s: Setting, adapters: list[AdapterBlocks]) -> tuple[int, ...]:
         return items, max(RUNS, runs), 0, pages
     if s.lists == "engine":
         needs = MOSAIC.planner.needs(s.token_adapter, adapters, s.shape)
-    return _rung(MOSAIC.planner, s, needs)
-
-
-def _rung(planner: LoraPlanner, s: Setting, needs: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of the lowest rung that holds these."""
-    rungs = (planner.sizes(rung, s.shape) for rung in itertools.count(1))
-    return next(r for r in rungs if all(size >= need for size, need in zip(r, needs, strict=True)))
+    return lowest_rung(MOSAIC.planner, needs, s.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -210,7 +204,7 @@ def reference(s: Setting, layer: int) -> jax.Array:
 def xla_blocks(s: Setting) -> LoraBlocks:
     """The work list of the first set of adapters for the backend `xla`, of the size the engine gives it."""
     adapters = make(s).adapters[0]
-    sizes = _rung(XLA.planner, s, XLA.planner.needs(s.token_adapter, adapters, s.shape))
+    sizes = lowest_rung(XLA.planner, XLA.planner.needs(s.token_adapter, adapters, s.shape), s.shape)
     arrays = XLA.planner.build(s.token_adapter, adapters, sizes, s.shape)
     return LoraBlocks(**{name: jnp.asarray(array) for name, array in arrays.items()})
 

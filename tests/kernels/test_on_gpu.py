@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from slora_jax import ModelConfig
 from slora_jax.lora.packing import pack_adapter
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.pallas_kernels import mosaic_decode
-from slora_jax.pallas_kernels.backend import XLA, AdapterBlocks, LoraShape
+from slora_jax.pallas_kernels.backend import XLA, AdapterBlocks, LoraShape, lowest_rung
 from slora_jax.pallas_kernels.mosaic_backend import MOSAIC
 
 pytestmark = pytest.mark.gpu
@@ -263,9 +262,7 @@ def test_lora(model: ModelConfig, batch: str) -> None:
     ) -> npt.NDArray[np.float32]:
         planner = backend.planner
         needs = planner.needs(token_adapter, adapters, shape)
-        rungs = (planner.sizes(rung, shape) for rung in itertools.count(1))
-        rung = next(r for r in rungs if all(a >= b for a, b in zip(r, needs, strict=True)))
-        built = planner.build(token_adapter, adapters, rung, shape)
+        built = planner.build(token_adapter, adapters, lowest_rung(planner, needs, shape), shape)
         apply = functools.partial(
             backend.apply_lora,
             modules=tuple(MODULES.index(m) for m in modules),

@@ -64,17 +64,22 @@ def running_lengths(n: int, longest: int, rng: np.random.Generator) -> tuple[np.
 
 def mean_kv(batch: int, longest: int, page_tokens: int) -> int:
     """Pages of the KV of a full batch in a steady state, on average."""
-    prompt, age, _ = running_lengths(2000 * batch, longest, np.random.default_rng(0))
-    return round(batch * float(np.mean(-(-(prompt + age) // page_tokens))))
+    return round(float(_kv_pages(batch, longest, page_tokens).mean()))
 
 
 def kv_room(batch: int, longest: int, page_tokens: int) -> int:
     """Pages that the KV of a full batch seldom exceeds (99.9th percentile in a steady state), and one a
     sequence for its next tokens, which admission keeps free.
     """
+    return int(np.percentile(_kv_pages(batch, longest, page_tokens), 99.9)) + batch
+
+
+def _kv_pages(batch: int, longest: int, page_tokens: int) -> np.ndarray:
+    """Of 2000 full batches in a steady state."""
     prompt, age, _ = running_lengths(2000 * batch, longest, np.random.default_rng(0))
     pages = -(-(prompt + age) // page_tokens)
-    return int(np.percentile(pages.reshape(2000, batch).sum(1), 99.9)) + batch
+    batches: np.ndarray = pages.reshape(2000, batch).sum(axis=1)
+    return batches
 
 
 def add(engine: Engine, draw: Draw, **fields: Any) -> str:

@@ -71,7 +71,7 @@ class Backend:
     """Functions of one backend; the signatures are those of xla_attention and xla_lora."""
 
     name: str
-    write_kv: Callable[..., Any]
+    rope_write_kv: Callable[..., Any]
     decode_attention: Callable[..., Any]
     prefill_attention: Callable[..., Any]
     apply_lora: Callable[..., Any]
@@ -117,7 +117,7 @@ class XlaPlanner:
 
 XLA = Backend(
     name="xla",
-    write_kv=xla_attention.write_kv,
+    rope_write_kv=xla_attention.rope_write_kv,
     decode_attention=xla_attention.decode_attention,
     prefill_attention=xla_attention.prefill_attention,
     apply_lora=xla_lora.apply_lora,

@@ -21,9 +21,9 @@ from slora_jax.pallas_kernels.lora_work import (
     lora_work_needed,
 )
 from slora_jax.pallas_kernels.mosaic_decode import decode_attention
-from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_lora import CHUNK_WIDTHS, apply_lora
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, prefill_attention
+from slora_jax.pallas_kernels.mosaic_rope import rope_write_kv
 
 USUAL_ITEMS = 3  # of an adapter and a token or tile: rank 64 on q, k and v
 FIRST_ITEMS = 64
@@ -120,7 +120,7 @@ def _may_have_runs(shape: LoraShape) -> bool:
 
 MOSAIC = Backend(
     name="mosaic",
-    write_kv=write_kv,
+    rope_write_kv=rope_write_kv,
     decode_attention=decode_attention,
     prefill_attention=prefill_attention,
     apply_lora=apply_lora,

@@ -38,11 +38,31 @@ def write_kv(
     pool bf16 [n_layers, n_pages, page_elems]; k, v [t, n_kv, e], cast to bf16; page, offset int32 [t] (page
     -1: dropped; no slot may be given twice). Raises ValueError beyond the kernel's limits.
     """
-    if pool.ndim != 3 or k.ndim != 3 or k.shape != v.shape:
-        raise ValueError(
-            f"need pool [layers, pages, elems], k and v [t, n_kv, e]; got {pool.shape}, {k.shape}, {v.shape}"
-        )
+    if k.shape != v.shape:
+        raise ValueError(f"k {k.shape} and v {v.shape} must be alike")
+    check_write(pool, k, page, offset, page_tokens)
     n_layers, n_pages, _ = pool.shape
+    t, n_kv, e = k.shape
+    fit = SMEM_BYTES // (2 * n_kv * e * 2)
+    tokens = max(1, min(MAX_TOKENS, fit, -(-t // BLOCKS)))
+    ref = jax.new_ref(pool.reshape(n_layers * n_pages * 2, n_kv, page_tokens, e))
+    _write_kernel(t, n_pages, n_kv, e, tokens, interpret)(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        page,
+        offset,
+        k.astype(pool.dtype),
+        v.astype(pool.dtype),
+        ref,
+    )
+    return jax.freeze(ref).reshape(pool.shape)
+
+
+def check_write(pool: jax.Array, k: jax.Array, page: jax.Array, offset: jax.Array, page_tokens: int) -> None:
+    """Raises ValueError beyond what the kernels that write K and V can do."""
+    if pool.ndim != 3 or k.ndim != 3:
+        raise ValueError(
+            f"need pool [layers, pages, elems], k and v [t, n_kv, e]; got {pool.shape}, {k.shape}"
+        )
     t, n_kv, e = k.shape
     if pool.dtype != jnp.bfloat16:
         raise ValueError(f"pool must be bfloat16, not {pool.dtype}; use kernel_backend='xla'")
@@ -56,18 +76,6 @@ def write_kv(
         raise ValueError(
             f"page {page.shape} and offset {offset.shape} must have one entry for each of {t} tokens"
         )
-    fit = SMEM_BYTES // (2 * n_kv * e * 2)
-    tokens = max(1, min(MAX_TOKENS, fit, -(-t // BLOCKS)))
-    ref = jax.new_ref(pool.reshape(n_layers * n_pages * 2, n_kv, page_tokens, e))
-    _write_kernel(t, n_pages, n_kv, e, tokens, interpret)(
-        jnp.asarray(layer, jnp.int32).reshape(1),
-        page,
-        offset,
-        k.astype(pool.dtype),
-        v.astype(pool.dtype),
-        ref,
-    )
-    return jax.freeze(ref).reshape(pool.shape)
 
 
 @functools.cache

@@ -16,6 +16,37 @@ LOOP_QUERIES = 256  # query tokens that one pass of the loop over units takes
 FLOOR = -1e30  # the maximum of no scores
 
 
+def rope_write_kv(
+    pool: jax.Array,
+    layer: int | jax.Array,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    page: jax.Array,
+    offset: jax.Array,
+    *,
+    n_kv: int,
+    page_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+    """pool[layer, page[t]].kv[:, :, offset[t]] = (rope(k[t]), v[t]), in place where the pool is donated.
+
+    pool [n_layers, n_pages, page_elems]; qkv [t, h + 2 n_kv, head_dim]: the heads of q, of k, of v; cos, sin
+    f32[t, head_dim / 2] of the tokens' positions; page, offset int32 [t] (page -1: dropped). Returns (pool,
+    rope(q) [t, h, head_dim]).
+    """
+    h = qkv.shape[1] - 2 * n_kv
+    q, k, v = jnp.split(qkv, (h, h + n_kv), axis=1)
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    return write_kv(pool, layer, k, v, page, offset, page_tokens=page_tokens), q
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the halves of each head: x [t, h, e], cos and sin f32[t, e/2] -> [t, h, e] in x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
 def write_kv(
     pool: jax.Array,
     layer: int | jax.Array,

@@ -136,18 +136,13 @@ class StepOps:
         )
         return out
 
-    def attend(
-        self, layer: jax.Array, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(self, layer: jax.Array, pool: jax.Array, qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
         layout, backend = self.config.layout, self.config.backend
-        pool = backend.write_kv(
-            pool, layer, k, v, self.token_page, self.token_offset, page_tokens=layout.page_tokens
+        sizes: Any = {"n_kv": layout.n_kv, "page_tokens": layout.page_tokens}
+        pool, q = backend.rope_write_kv(
+            pool, layer, qkv, self.cos, self.sin, self.token_page, self.token_offset, **sizes
         )
-        sizes: Any = {
-            "n_kv": layout.n_kv,
-            "page_tokens": layout.page_tokens,
-            "scale": layout.head_dim**-0.5,
-        }
+        sizes["scale"] = layout.head_dim**-0.5
         decodes, parts = 0, []
         if self.decode_pages is not None and self.decode_len is not None:
             decodes = self.decode_pages.shape[0]

@@ -1,4 +1,4 @@
-"""Cases of the attention kernels: paged decode, ragged prefill, KV write.
+"""Cases of the attention kernels: paged decode, ragged prefill, RoPE and KV write.
 
 With SLORA_BENCH_VARIANTS=1 there are also cases `*_variant`, which compare tunings of the same kernels.
 """
@@ -22,7 +22,7 @@ from benchmarks.kernels.common import (
     seconds_per_call,
     xla_seconds,
 )
-from slora_jax.pallas_kernels import mosaic_decode, mosaic_kv, mosaic_prefill, xla_attention
+from slora_jax.pallas_kernels import mosaic_decode, mosaic_prefill, mosaic_rope, xla_attention
 
 PAGE_TOKENS = 16
 LAYERS = 2
@@ -173,32 +173,38 @@ def prefill(
 
 
 def write(
-    ceilings: Ceilings, *, tokens: int, n_kv: int, head_dim: int, against_xla: bool = False
+    ceilings: Ceilings, *, tokens: int, n_q: int, n_kv: int, head_dim: int, against_xla: bool = False
 ) -> Measurement:
-    """One layer's K and V of `tokens` tokens into a pool."""
+    """One layer's q and k of `tokens` tokens rotated, its K and V written into a pool."""
     rng = np.random.default_rng(0)
     n_pages = max(2048, 2 * tokens // PAGE_TOKENS)
     shape = (LAYERS, n_pages, 2 * n_kv * PAGE_TOKENS * head_dim)
-    k, v = (jax.random.normal(jax.random.key(s), (tokens, n_kv, head_dim), jnp.bfloat16) for s in (1, 2))
+    qkv = jax.random.normal(jax.random.key(1), (tokens, n_q + 2 * n_kv, head_dim), jnp.bfloat16)
+    angles = jax.random.normal(jax.random.key(2), (tokens, head_dim // 2))
     slots = rng.permutation(n_pages * PAGE_TOKENS)[:tokens]
     page, offset = (jnp.asarray(x, jnp.int32) for x in (slots // PAGE_TOKENS, slots % PAGE_TOKENS))
+    args = qkv, jnp.cos(angles), jnp.sin(angles), page, offset
 
-    def step(writer: Any, i: int, pool: jax.Array, *args: jax.Array) -> jax.Array:
-        out: jax.Array = writer(pool, jnp.int32(i % LAYERS), *args, page_tokens=PAGE_TOKENS)
+    def step(module: Any, i: int, carry: Any, *args: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The pool, and q."""
+        out: tuple[jax.Array, jax.Array] = module.rope_write_kv(
+            carry[0], jnp.int32(i % LAYERS), *args, n_kv=n_kv, page_tokens=PAGE_TOKENS
+        )
         return out
 
-    ours, xla = (functools.partial(step, writer) for writer in (mosaic_kv.write_kv, xla_attention.write_kv))
-    out = jax.jit(functools.partial(ours, 1))(jnp.zeros(shape, jnp.bfloat16), k, v, page, offset)
-    view = out.reshape(LAYERS, n_pages, 2, n_kv, PAGE_TOKENS, head_dim)
-    assert bool((view[1, page, 0, :, offset] == k).all() & (view[1, page, 1, :, offset] == v).all()), "wrong"
-    assert float(jnp.abs(view[0]).max()) == 0, "another layer was touched"
-    del view
-    seconds = seconds_per_call(ours, out, k, v, page, offset)
-    moved = 2 * (k.nbytes + v.nbytes)
-    extra: dict[str, Any] = {"of_copy": round(moved / seconds / ceilings.copy, 3)}
+    def start() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(shape, jnp.bfloat16), jnp.zeros((tokens, n_q, head_dim), jnp.bfloat16)
+
+    ours, xla = (functools.partial(step, module) for module in (mosaic_rope, xla_attention))
+    out, want = (jax.jit(functools.partial(f, 1))(start(), *args) for f in (ours, xla))
+    for got, wanted in zip(out, want, strict=True):
+        assert bool(jnp.allclose(got, wanted, rtol=2**-7, atol=1e-6)), "wrong"
+    assert float(jnp.abs(out[0][0]).max()) == 0, "another layer was touched"
+    del want
+    seconds = seconds_per_call(ours, out, *args)
+    extra: dict[str, Any] = {"of_copy": round(2 * qkv.nbytes / seconds / ceilings.copy, 3)}
     if against_xla:
-        pool = jnp.zeros(shape, jnp.bfloat16)
-        extra["xla_us"] = round(xla_seconds(xla, pool, k, v, page, offset, calls=8) * 1e6, 2)
+        extra["xla_us"] = round(xla_seconds(xla, start(), *args, calls=8) * 1e6, 2)
     return Measurement(round(seconds * 1e6, 2), extra)
 
 
@@ -230,8 +236,8 @@ def _prefill(tokens: int, n_q: int, n_kv: int, head_dim: int = 128, **case: Any)
     )
 
 
-def _write(tokens: int, n_kv: int) -> Case:
-    return _case("kv_write", "us", write, hidden=XLA, tokens=tokens, n_kv=n_kv, head_dim=128)
+def _write(tokens: int, n_q: int, n_kv: int) -> Case:
+    return _case("rope_kv_write", "us", write, hidden=XLA, tokens=tokens, n_q=n_q, n_kv=n_kv, head_dim=128)
 
 
 XLA = {"against_xla": AGAINST_XLA}
@@ -255,7 +261,7 @@ CASES: list[Case] = [
     _prefill(2048, 32, 8, prompts=8),
     _prefill(512, 32, 8, before=3584),
     _prefill(4096, 32, 8, head_dim=64),
-    *(_write(tokens, n_kv) for tokens in (256, 4096) for n_kv in (8, 32)),
+    *(_write(tokens, 32, n_kv) for tokens in (256, 4096) for n_kv in (8, 32)),
 ]
 if os.environ.get("SLORA_BENCH_VARIANTS"):
     for name, value in (("item_cost", 0), ("item_cost", 2), ("item_cost", 4), ("stages", 2)):

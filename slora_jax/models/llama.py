@@ -19,7 +19,6 @@ from jax import lax
 
 from slora_jax.config import ModelConfig
 from slora_jax.models.params import ParamSpec, checkpoint_specs
-from slora_jax.models.rope import apply_rope
 from slora_jax.sharding.mesh import TP
 
 
@@ -29,19 +28,13 @@ class LayerOps(Protocol):
     `layer` is its number in the pool: data, not a constant, so that all layers are one program.
     """
 
-    @property
-    def cos(self) -> jax.Array: ...  # f32[t, e/2]
-
-    @property
-    def sin(self) -> jax.Array: ...  # f32[t, e/2]
-
     def lora(self, group: int, layer: jax.Array, pool: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         """y[t, out] += (x A^T) B of each token's adapter, for the modules of `layout.GROUPS[group]`."""
 
-    def attend(
-        self, layer: jax.Array, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Write k, v [t, k, e] into the pool and attend with q [t, h, e]: (pool, out [t, h, e])."""
+    def attend(self, layer: jax.Array, pool: jax.Array, qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rotate q and k by the tokens' positions, write k and v into the pool and attend with q: (pool, out
+        [t, h, e]) of qkv [t, h + 2 k, e], the heads of q, of k, of v.
+        """
 
 
 def model_specs(config: ModelConfig, tp: int) -> dict[str, ParamSpec]:
@@ -122,12 +115,8 @@ class LlamaLayer(nnx.Module):
         """(this shard's part of the attention output [t, d], pool)."""
         t, e = x.shape[0], self.head_dim
         qkv = ops.lora(0, layer, pool, x, x @ self.qkv_proj[...][:, 0])
-        q_dim = self.o_proj[...].shape[0]
-        kv_dim = (qkv.shape[1] - q_dim) // 2
-        q, k, v = (part.reshape(t, -1, e) for part in jnp.split(qkv, (q_dim, q_dim + kv_dim), axis=1))
-        q, k = apply_rope(q, ops.cos, ops.sin), apply_rope(k, ops.cos, ops.sin)
-        pool, out = ops.attend(layer, pool, q, k, v)
-        out = out.reshape(t, q_dim)
+        pool, out = ops.attend(layer, pool, qkv.reshape(t, -1, e))
+        out = out.reshape(t, -1)
         return ops.lora(1, layer, pool, out, out @ self.o_proj[...]), pool
 
     def mlp(self, x: jax.Array, layer: jax.Array, pool: jax.Array, ops: LayerOps) -> jax.Array:

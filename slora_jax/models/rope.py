@@ -81,13 +81,6 @@ class Rope:
         return jnp.cos(angles) * self.attention_factor, jnp.sin(angles) * self.attention_factor
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the halves of each head: x [t, h, e], cos and sin f32[t, e/2] -> [t, h, e] in x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def _base_inv_freq(config: ModelConfig) -> np.ndarray:
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     return (1.0 / np.float32(config.rope_theta) ** exponent).astype(np.float32)

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels import mosaic_kv
+from slora_jax.pallas_kernels import mosaic_kv, mosaic_rope, xla_attention
 from slora_jax.pallas_kernels.decode_plan import FIRST_PAGES, plan_decode
 from slora_jax.pallas_kernels.mosaic_attention_operands import unsupported
 from slora_jax.pallas_kernels.mosaic_decode import decode_attention
 from slora_jax.pallas_kernels.mosaic_kv import write_kv
 from slora_jax.pallas_kernels.mosaic_prefill import ROW_ALIGNMENT, plan_prefill, prefill_attention
+from slora_jax.pallas_kernels.mosaic_rope import rope_write_kv
 
 pytestmark = [
     pytest.mark.usefixtures("clean_interpreter"),
@@ -273,6 +274,42 @@ def test_write_kv(monkeypatch: pytest.MonkeyPatch, t: int, n_kv: int, e: int, pa
     np.testing.assert_array_equal(np.asarray(got, np.float32), want.reshape(pool.shape))
 
 
+@pytest.mark.parametrize(
+    ("t", "h", "n_kv", "e", "page_tokens"),
+    [
+        (7, 32, 32, 128, 16),  # 64 heads are rotated at once: all of a token
+        (1, 16, 8, 128, 8),
+        (10, 48, 24, 64, 16),  # more than 64, and a last block whose window begins earlier
+        (9, 9, 3, 64, 16),  # heads that fill no tiles
+        (0, 8, 8, 64, 16),
+    ],
+)
+def test_rope_write_kv(
+    monkeypatch: pytest.MonkeyPatch, t: int, h: int, n_kv: int, e: int, page_tokens: int
+) -> None:
+    """q and k are rotated by their own token's angles, k and v go where they belong, nothing else changes."""
+    for module in (mosaic_kv, mosaic_rope):
+        monkeypatch.setattr(module, "BLOCKS", 3)
+    rng = np.random.default_rng(2)
+    pool = random_q(rng, LAYERS, 9, 2 * n_kv * page_tokens * e)
+    qkv = random_q(rng, t, h + 2 * n_kv, e)
+    angles = rng.standard_normal((t, e // 2))
+    slots = rng.permutation(9 * page_tokens)[:t]
+    page = np.where(np.arange(t) == 2, -1, slots // page_tokens)
+    cos, sin = (jnp.asarray(x, jnp.float32) for x in (np.cos(angles), np.sin(angles)))
+    places = (jnp.asarray(x, jnp.int32) for x in (page, slots % page_tokens))
+    args = pool, LAYER, qkv, cos, sin, *places
+    want = xla_attention.rope_write_kv(*args, n_kv=n_kv, page_tokens=page_tokens)
+    got = rope_write_kv(*args, n_kv=n_kv, page_tokens=page_tokens, interpret=INTERPRET)
+    assert got[1].shape == (t, h, e)
+    for a, b in zip(got, want, strict=True):  # XLA may contract a product and a sum
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-6
+        )
+    untouched = np.asarray(want[0] == pool)
+    np.testing.assert_array_equal(np.asarray(got[0])[untouched], np.asarray(pool)[untouched])
+
+
 def arguments(**changes: Any) -> tuple[list[Any], dict[str, Any]]:
     """Valid arguments of decode_attention, with some changed."""
     values: dict[str, Any] = {
@@ -344,3 +381,10 @@ def test_prefill_and_write_name_their_limits() -> None:
         write_kv(pool, layer, k, k, ints, jnp.zeros(3, jnp.int32), page_tokens=16)
     with pytest.raises(ValueError, match="pool pages have 4096 elements"):
         write_kv(pool, layer, k, k, ints, ints, page_tokens=8)
+    angles = jnp.zeros((2, 32))
+    for bad in (jnp.zeros((2, 4, 64)), jnp.zeros((2, 256), jnp.bfloat16)):
+        with pytest.raises(ValueError, match=r"need qkv .*\[t, h \+ 4, e\]"):
+            rope_write_kv(pool, layer, bad, angles, angles, ints, ints, n_kv=2, page_tokens=16)
+    qkv = jnp.zeros((2, 8, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"cos and sin float32 \[t, e/2\]"):
+        rope_write_kv(pool, layer, qkv, angles, angles[:1], ints, ints, n_kv=2, page_tokens=16)

@@ -116,4 +116,7 @@ def test_memory_is_bounded_whatever_the_batch_and_rank(tokens: int) -> None:
 def test_only_the_lora_half_of_a_backend_changes() -> None:
     padded_xla = with_padded_bmm(XLA)
     assert padded_xla.apply_lora is apply_padded_bmm
-    assert (padded_xla.decode_attention, padded_xla.write_kv) == (XLA.decode_attention, XLA.write_kv)
+    assert (padded_xla.decode_attention, padded_xla.rope_write_kv) == (
+        XLA.decode_attention,
+        XLA.rope_write_kv,
+    )

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from slora_jax.pallas_kernels import xla_attention
-from slora_jax.pallas_kernels.xla_attention import decode_attention, prefill_attention, write_kv
+from slora_jax.pallas_kernels.xla_attention import (
+    apply_rope,
+    decode_attention,
+    prefill_attention,
+    rope_write_kv,
+    write_kv,
+)
 
 HEADS = [(9, 3, 8), (4, 4, 16), (8, 1, 4)]  # query heads, KV heads, head dim
 DTYPES = [(jnp.float32, 3e-6), (jnp.bfloat16, 1.5e-2)]
@@ -151,6 +157,32 @@ def test_write_kv_changes_only_its_rows_and_drops_padding(dtype: jnp.dtype) -> N
         pool, LAYER, k, v, page, offset, page_tokens=page_tokens
     )
     np.testing.assert_array_equal(np.asarray(got, np.float32).reshape(want.shape), want)
+
+
+def test_apply_rope_rotates_each_half_pair() -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 4)), jnp.float32)
+    cos, sin = jnp.full((3, 2), 0.6), jnp.full((3, 2), 0.8)
+    out = np.asarray(apply_rope(x, cos, sin))
+    first, second = np.asarray(x[..., :2]), np.asarray(x[..., 2:])
+    np.testing.assert_allclose(out[..., :2], first * 0.6 - second * 0.8, rtol=1e-6)
+    np.testing.assert_allclose(out[..., 2:], second * 0.6 + first * 0.8, rtol=1e-6)
+
+
+def test_rope_write_kv_rotates_q_and_k_and_not_v() -> None:
+    rng = np.random.default_rng(3)
+    t, h, n_kv, e, page_tokens = 3, 4, 2, 8, 4
+    pool = jnp.zeros((LAYERS, 3, 2 * n_kv * page_tokens * e))
+    qkv = jnp.asarray(rng.standard_normal((t, h + 2 * n_kv, e)), jnp.float32)
+    cos, sin = (jnp.asarray(rng.standard_normal((t, e // 2)), jnp.float32) for _ in range(2))
+    page, offset = jnp.asarray([2, -1, 0]), jnp.asarray([1, 0, 3])
+    sizes = {"n_kv": n_kv, "page_tokens": page_tokens}
+    got, q = rope_write_kv(pool, LAYER, qkv, cos, sin, page, offset, **sizes)
+    rotated = np.asarray(apply_rope(qkv, cos, sin))
+    np.testing.assert_array_equal(q, rotated[:, :h])
+    kv = np.asarray(got)[LAYER].reshape(3, 2, n_kv, page_tokens, e)
+    for i in (0, 2):
+        np.testing.assert_array_equal(kv[page[i], 0, :, offset[i]], rotated[i, h : h + n_kv])
+        np.testing.assert_array_equal(kv[page[i], 1, :, offset[i]], np.asarray(qkv)[i, h + n_kv :])
 
 
 def test_write_then_attend_makes_no_copy_of_the_pool() -> None:

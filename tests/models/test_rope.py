@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slora_jax import ModelConfig
-from slora_jax.models.rope import Rope, apply_rope
+from slora_jax.models.rope import Rope
 
 RECORD = json.loads((Path(__file__).parent.parent / "parity" / "rope.json").read_text())
 RESULTS = [
@@ -67,12 +67,3 @@ def test_what_is_not_computed_is_refused(scaling: dict[str, Any], message: str) 
     config = ModelConfig(64, 64, 1, 4, 2, 16, 64, 128, rope_scaling=scaling)
     with pytest.raises(ValueError, match=message):
         Rope.from_config(config)
-
-
-def test_apply_rope_rotates_each_half_pair() -> None:
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 4)), jnp.float32)
-    cos, sin = jnp.full((3, 2), 0.6), jnp.full((3, 2), 0.8)
-    out = np.asarray(apply_rope(x, cos, sin))
-    first, second = np.asarray(x[..., :2]), np.asarray(x[..., 2:])
-    np.testing.assert_allclose(out[..., :2], first * 0.6 - second * 0.8, rtol=1e-6)
-    np.testing.assert_allclose(out[..., 2:], second * 0.6 + first * 0.8, rtol=1e-6)

@@ -297,8 +297,8 @@ def test_rope_write_kv(
     slots = rng.permutation(9 * page_tokens)[:t]
     page = np.where(np.arange(t) == 2, -1, slots // page_tokens)
     cos, sin = (jnp.asarray(x, jnp.float32) for x in (np.cos(angles), np.sin(angles)))
-    places = (jnp.asarray(x, jnp.int32) for x in (page, slots % page_tokens))
-    args = pool, LAYER, qkv, cos, sin, *places
+    at, slot = (jnp.asarray(x, jnp.int32) for x in (page, slots % page_tokens))
+    args = pool, LAYER, qkv, cos, sin, at, slot
     want = xla_attention.rope_write_kv(*args, n_kv=n_kv, page_tokens=page_tokens)
     got = rope_write_kv(*args, n_kv=n_kv, page_tokens=page_tokens, interpret=INTERPRET)
     assert got[1].shape == (t, h, e)

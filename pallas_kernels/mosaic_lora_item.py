@@ -19,6 +19,7 @@ from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
 SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes
 OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+WARPS = 4  # of a warpgroup
 Phase = Literal["both", "shrink", "expand"]
 Ref = Any  # of Pallas; untyped there
 
@@ -42,10 +43,10 @@ class LoraConfig:
     whole_window: int = 3  # tokens from which an item expands its window with wgmma instead of row by row
     # Of tiles:
     tile_split: int | None = None  # parts of each tile's columns, instead of as many as fill the SMs
-    shrink_blocks: int = 1  # thread blocks of an SM
+    shrink_blocks: int = 1  # thread blocks of an SM: 1 or 2
     expand_blocks: int = 2
-    reads_y: bool = False  # whether sums with y are formed in shared memory where no other item adds to it
-    ahead: int = 0  # additions of the TMA before which y is on its way to the L2
+    reads_y: bool = True  # whether sums with y are formed in shared memory where no other item adds to it
+    ahead: int = 0  # otherwise: so many turns before the TMA adds to y, y is on its way to the L2
     sms: int = 132  # of an H100 or H200
 
     @property

@@ -3,11 +3,12 @@
 
 Each of the two launches has a fixed number of thread blocks, which share out the *units* of the batch: parts
 of each tile's columns, as many as there is room for at once. Padding of the list is never looked at. A unit
-goes through its columns in steps of at most 128, so that two thread blocks fit an SM.
+goes through its columns in steps, narrow enough that as many thread blocks fit an SM as are meant to.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from slora_jax.pallas_kernels.lora_work import REAL, SLOTS, TILE
 from slora_jax.pallas_kernels.mosaic_lora_item import (
     OPERAND,
     RANKS,
+    WARPS,
     Item,
     LoraConfig,
     Ref,
@@ -29,8 +31,8 @@ from slora_jax.pallas_kernels.mosaic_lora_item import (
     steps_of_part,
 )
 
-STEP = 128  # columns of a step, at most
-SHRINK_STAGES = 6  # of an SM, of 32 KiB each
+STEP = 256  # columns of the steps of an SM's thread blocks, at most
+STAGES = 3  # of the shrink
 START = 2  # steps that the begin of a unit takes
 MOST_TURNS = 3  # units of a thread block, of divided tiles
 Unit = Callable[[jax.Array, jax.Array, jax.Array], None]  # of (tile, part, parts)
@@ -42,7 +44,7 @@ class Units:
     def __init__(
         self, config: LoraConfig, nt: int, columns: int, choices: Iterable[int], blocks_of_sm: int
     ) -> None:
-        self.config, self.width = config, min(config.width, STEP)
+        self.config, self.width = config, min(config.width, STEP // blocks_of_sm)
         self.steps = columns // self.width
         self.choices = [p for p in choices if p <= self.steps]
         if config.tile_split is not None:
@@ -73,11 +75,31 @@ class Units:
 
         lax.fori_loop(0, lax.div(units - block + self.blocks - 1, self.blocks), unit, None)
 
-    def copy(self, item: Item, chunks: Ref, to: Ref, barrier: Ref, step: jax.Array, *, is_a: bool) -> None:
-        """Start copying a step's columns of every block of A or B to [64, width]."""
+    def copy(
+        self,
+        item: Item,
+        chunks: Ref,
+        to: Ref,
+        barrier: Ref,
+        step: jax.Array,
+        *,
+        is_a: bool,
+        beside: Callable[[], None] | None = None,
+    ) -> None:
+        """Start copying a step's columns of every block of A or B to [64, width], each warp some blocks.
+
+        One warp does `beside`, too.
+        """
         pieces = self.config.width // self.width  # of a chunk
         column = pl.multiple_of(lax.rem(step, pieces) * self.width, self.width)
-        item.copy(chunks, to, barrier, lax.div(step, pieces), is_a, column=column)
+
+        def some(warp: jax.Array) -> None:
+            slots = [warp + n for n in range(0, SLOTS, WARPS)]
+            item.copy(chunks, to, barrier, lax.div(step, pieces), is_a, slots=slots, column=column)
+            if beside is not None:
+                pl.when(warp == WARPS - 1)(beside)
+
+        plgpu.warp_map(some)
 
     @property
     def launch(self) -> dict[str, Any]:
@@ -95,7 +117,7 @@ def tile_shrink_kernel(config: LoraConfig, nt: int) -> Callable[..., Any]:
     A tile's units follow one another. Where a batch has fewer than fit, the rest of h is not written.
     """
     units = shrink_units(config, nt)
-    width, stages = units.width, SHRINK_STAGES // config.shrink_blocks
+    width, stages = units.width, STAGES
 
     def lora_tile_shrink(
         x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, h: Ref, x_s: Ref, w_s: Ref, bars: Ref
@@ -107,8 +129,8 @@ def tile_shrink_kernel(config: LoraConfig, nt: int) -> Callable[..., Any]:
             def issue(i: jax.Array) -> None:
                 stage, step = lax.rem(i, stages), part + parts * i
                 source = x.at[pl.ds(item.row, TILE), pl.ds(pl.multiple_of(step * width, width), width)]
-                plgpu.copy_gmem_to_smem(source, x_s.at[stage], bars.at[stage])
-                units.copy(item, chunks, w_s.at[stage], bars.at[stage], step, is_a=True)
+                copy = functools.partial(plgpu.copy_gmem_to_smem, source, x_s.at[stage], bars.at[stage])
+                units.copy(item, chunks, w_s.at[stage], bars.at[stage], step, is_a=True, beside=copy)
 
             def steps(acc: Ref) -> None:
                 def step(i: jax.Array, _: None) -> None:

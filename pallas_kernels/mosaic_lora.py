@@ -1,16 +1,16 @@
 """Batched LoRA of mixed adapters and ranks for Hopper and newer, over rank blocks held in the page pool.
 
-Written with Pallas' Mosaic GPU backend. `lora_work` says what an item is. Weights reach shared memory as TMA
-copies of chunks `[8, W]`, 4 KiB at W=256, two or three steps ahead of the tensor cores. A step of the shrink
-multiplies all rank rows with one chunk of columns; a step of the expand multiplies all rank rows with one chunk
-of each module's output columns, and the TMA adds the result to y in memory, so that rows that no adapter touches
-cost nothing; full tiles read y and store the sum.
+Written with Pallas' Mosaic GPU backend. `lora_work` says what an item is. Weights reach shared memory as
+TMA copies of chunks `[8, W]`, 4 KiB at W=256, two or three steps ahead of the tensor cores. A step of the
+shrink multiplies all rank rows with one chunk of columns; a step of the expand multiplies all rank rows with
+one chunk of each module's output columns, and the TMA adds the result to y in memory, so that rows that no
+adapter touches cost nothing; full tiles read y and store the sum.
 
-Decode items and runs (`mosaic_lora_decode`), each a thread block, put the weights on wgmma's long side (64 rank
-rows by 8 or 16 tokens), tiles (`mosaic_lora_tiles`, `mosaic_lora_tile_expand`) the tokens (64 by 64 rank rows).
-With many decode items one launch does both halves, the expand's weights already under way while the shrink ends;
-with few, and for tiles, the columns are split over more thread blocks and the intermediate `h` passes through
-memory between two launches.
+Decode items and runs (`mosaic_lora_decode`), each a thread block, put the weights on wgmma's long side (64
+rank rows by 8 or 16 tokens), tiles (`mosaic_lora_tiles`, `mosaic_lora_tile_expand`) the tokens (64 by 64 rank
+rows). With many decode items one launch does both halves, the expand's weights already under way while the
+shrink ends; with few, and for tiles, the columns are split over more thread blocks and the intermediate `h`
+passes through memory between two launches.
 
 Letters: `t` token, `r` rank row of an item's 64, `w` column of a chunk, `m` module of the launch.
 """

@@ -42,7 +42,7 @@ class LoraConfig:
     deltas: int = 2  # buffers of products on their way to y
     whole_window: int = 3  # tokens from which an item expands its window with wgmma instead of row by row
     # Of tiles:
-    tile_split: int | None = None  # parts of each tile's columns, instead of as many as fill the SMs
+    tile_split: int | None = None  # parts of each tile: 1, 2, 4 or 8, instead of as many as fill the SMs
     shrink_blocks: int = 1  # thread blocks of an SM: 1 or 2
     expand_blocks: int = 2
     reads_y: bool = True  # whether sums with y are formed in shared memory where no other item adds to it

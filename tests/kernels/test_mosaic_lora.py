@@ -225,6 +225,7 @@ def test_work_covers_every_token_once() -> None:
             seen[tokens] += 1
             assert (token_adapter[tokens] == item[6]).all()  # one page each: page_base is the adapter
         assert (tiles[:, :2].sum(1) >= rows).all()
+        assert (tiles[:, lora_work.REAL] == (tiles[:, lora_work.END] > 0).sum()).all()
         assert (runs[:, 2] <= lora_work.RUN).all()
         for item in [*runs, *tiles]:
             seen[item[0] + item[1] : item[0] + item[2]] += 1

@@ -29,13 +29,14 @@ MODULE_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # q k v; o; gate up; down: thos
 SLOTS = 8  # rank blocks of an item: 64 rows, one wgmma tile
 WINDOW, RUN, TILE = 8, 16, 64  # rows of a decode item, of a run and of a tile
 MIN_TILE = 24  # tokens of one adapter side by side from which tiles are faster than decode items
-FIELDS = 13
+FIELDS = 15
 
 # Of an item: its window's first row; a decode item's tokens, counted from it and 4 bits each, and how many
 # they are, or a run's or tile's first token and end, counted from it; where each module's blocks end among
 # the item's (3); where the adapter's page list begins; by module, the chunk where block 0 would begin if the
-# item's blocks were all of that module, of A (3), of B (3).
-ROW, FIRST, END, ENDS, PAGES, A, B = 0, 1, 2, 3, 6, 7, 10
+# item's blocks were all of that module, of A (3), of B (3); bit m: no other item has blocks of module m for
+# these tokens; how many items of the group's list are no padding, even where the item itself is.
+ROW, FIRST, END, ENDS, PAGES, A, B, ALONE, REAL = 0, 1, 2, 3, 6, 7, 10, 13, 14
 
 _Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # rank blocks, a_start, b_start by module
 
@@ -143,7 +144,8 @@ def build_lora_work(
             items = out[name][group, : len(which)]
             items[:, ROW], items[:, FIRST] = window.row[which][place], window.first[which][place]
             items[:, END], items[:, PAGES] = window.end[which][place], page_base[adapter][place]
-            items[:, ENDS : ENDS + 3], items[:, A : A + 6] = rows[place, :3], rows[place, 3:]
+            items[:, ENDS : ENDS + 3], items[:, A : ALONE + 1] = rows[place, :3], rows[place, 3:]
+            out[name][group, :, REAL] = len(which)
     return out
 
 
@@ -263,19 +265,20 @@ def _adapter_items(
     a_chunks: tuple[int, ...],
     b_chunks: tuple[int, ...],
 ) -> tuple[np.ndarray, ...]:
-    """Of each group of modules, its items' fields that do not depend on the batch: int32 [items, 9].
+    """Of each group of modules, its items' fields that do not depend on the batch: int32 [items, 10].
 
-    Three ends, then by module where its block 0 would begin, of A and of B.
+    Three ends, then by module where its block 0 would begin, of A and of B, then ALONE.
     """
     tables = []
     for group, items in zip(MODULE_GROUPS, _deal(blocks), strict=True):
-        table = np.zeros((len(items), 9), np.int32)
+        table = np.zeros((len(items), 10), np.int32)
         for row, item in zip(table, items, strict=True):
             used = 0
             for module, first, end in item:
                 m = group.index(module)
                 row[3 + m] = a_start[module] + (first - used) * a_chunks[module]
                 row[6 + m] = b_start[module] + (first - used) * b_chunks[module]
+                row[9] |= (blocks[module] <= SLOTS) << m
                 used += end - first
                 row[m:3] = used
         tables.append(table)

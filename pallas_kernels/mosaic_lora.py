@@ -1,16 +1,16 @@
 """Batched LoRA of mixed adapters and ranks for Hopper and newer, over rank blocks held in the page pool.
 
-Written with Pallas' Mosaic GPU backend. `lora_work` says what an item is; each is a thread block here, of one
-warpgroup. Weights reach shared memory as TMA copies of chunks `[8, W]`, 4 KiB at W=256, two or three steps
-ahead of the tensor cores. A step of the shrink multiplies all rank rows with one chunk of columns; a
-step of the expand multiplies all rank rows with one chunk of each module's output columns, and the TMA
-adds the result to y in memory, so that y is never read and rows that no adapter touches cost nothing.
+Written with Pallas' Mosaic GPU backend. `lora_work` says what an item is. Weights reach shared memory as
+TMA copies of chunks `[8, W]`, 4 KiB at W=256, two or three steps ahead of the tensor cores. A step of the
+shrink multiplies all rank rows with one chunk of columns; a step of the expand multiplies all rank rows with
+one chunk of each module's output columns, and the TMA adds the result to y in memory, so that rows that no
+adapter touches cost nothing; full tiles read y and store the sum.
 
-Decode items and runs (`mosaic_lora_decode`) put the weights on wgmma's long side (64 rank rows by 8 or 16
-tokens), tiles
-(`mosaic_lora_tiles`) the tokens (64 tokens by 64 rank rows). With many decode items one launch does both
-halves, the expand's weights already under way while the shrink ends; with few, and for tiles, the columns are
-split over more thread blocks and the intermediate `h` passes through memory between two launches.
+Decode items and runs (`mosaic_lora_decode`), each a thread block, put the weights on wgmma's long side (64
+rank rows by 8 or 16 tokens), tiles (`mosaic_lora_tiles`, `mosaic_lora_tile_expand`) the tokens (64 by 64 rank
+rows). With many decode items one launch does both halves, the expand's weights already under way while the
+shrink ends; with few, and for tiles, the columns are split over more thread blocks and the intermediate `h`
+passes through memory between two launches.
 
 Letters: `t` token, `r` rank row of an item's 64, `w` column of a chunk, `m` module of the launch.
 """
@@ -27,11 +27,11 @@ import jax.numpy as jnp
 from slora_jax.pallas_kernels.lora_work import MODULE_GROUPS, RUN, TILE, WINDOW, LoraWork, has_runs
 from slora_jax.pallas_kernels.mosaic_lora_decode import decode_kernel
 from slora_jax.pallas_kernels.mosaic_lora_item import LoraConfig
-from slora_jax.pallas_kernels.mosaic_lora_tiles import tile_expand_kernel, tile_shrink_kernel
+from slora_jax.pallas_kernels.mosaic_lora_tile_expand import tile_expand_kernel
+from slora_jax.pallas_kernels.mosaic_lora_tiles import tile_shrink_kernel
 from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 CHUNK_WIDTHS = (64, 128, 256)
-SMS = 132  # of an H100 or H200
 
 
 def apply_lora(
@@ -46,7 +46,6 @@ def apply_lora(
     out_dims: tuple[int, ...],
     chunk_width: int,
     split: int | None = None,
-    tile_split: int | None = None,
     interpret: Any = None,
     **tuning: Any,
 ) -> jax.Array:
@@ -57,9 +56,8 @@ def apply_lora(
     n_pages, page_elems]; `modules` are numbers in the order q, k, v, o, gate, up, down and one of
     MODULE_GROUPS. The scaling is part of B. Sums in float32; x A^T and the product with B are each
     rounded to bf16 once. `split` forces over how many thread blocks a decode item's or run's columns are
-    divided, `tile_split` a tile's, `stages` how many steps the copies run ahead; the rest of `tuning` are
-    LoraConfig's. Where t is no multiple of 8, or below 16 with runs or 64 with tiles, x and y are padded,
-    which copies them. Raises ValueError for shapes that the kernels cannot do.
+    divided; `tuning` are LoraConfig's. Where t is no multiple of 8, or below 16 with runs or 64 with tiles,
+    x and y are padded, which copies them. Raises ValueError for shapes that the kernels cannot do.
     """
     group = _check(x, y, pool, modules, in_dim, out_dims, chunk_width)
     config = LoraConfig(
@@ -72,15 +70,14 @@ def apply_lora(
         interpret=interpret,
         **tuning,
     )
-    out: jax.Array = _apply(config, split, tile_split, x, y, pool, jnp.asarray(layer, jnp.int32), work)
+    out: jax.Array = _apply(config, split, x, y, pool, jnp.asarray(layer, jnp.int32), work)
     return out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced once, not once a layer
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, not once a layer
 def _apply(
     config: LoraConfig,
     split: int | None,
-    tile_split: int | None,
     x: jax.Array,
     y: jax.Array,
     pool: jax.Array,
@@ -106,9 +103,8 @@ def _apply(
             h = decode_kernel(config, n, parts, "shrink")(x, chunks, items, *rest)
             decode_kernel(config, n, parts, "expand")(h, chunks, items, *rest, y_ref)
     if nt:
-        tiles, parts = dataclasses.replace(config, stages=2), tile_split or _split(nt, config)
-        h = tile_shrink_kernel(tiles, nt, parts)(x, chunks, work.tiles, *rest)
-        tile_expand_kernel(tiles, nt, parts)(h, chunks, work.tiles, *rest, y_ref)
+        h = tile_shrink_kernel(config, nt)(x, chunks, work.tiles, *rest)
+        tile_expand_kernel(config, nt)(h, chunks, work.tiles, *rest, y_ref)
     return jax.freeze(y_ref)[:t]
 
 
@@ -138,4 +134,4 @@ def _check(
 def _split(items: int, config: LoraConfig) -> int:
     """Over how many thread blocks each item's columns are divided, so that up to two run on every SM."""
     most = min(config.a_chunks, max(config.b_chunks))
-    return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= most and items * s <= 2 * SMS))
+    return max(s for s in (1, 2, 4, 8) if s == 1 or (s <= most and items * s <= 2 * config.sms))

@@ -20,6 +20,7 @@ from slora_jax.pallas_kernels.mosaic_lora_item import (
     OPERAND,
     RANKS,
     SWIZZLE,
+    WARPS,
     Item,
     LoraConfig,
     Phase,
@@ -39,7 +40,6 @@ from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 RING_ROWS = 2 * RANKS  # of the ring of stages: with it, two thread blocks fit an SM
 FEW = SLOTS // 2  # blocks up to which an item counts as small
-WARPS = 4  # of a warpgroup
 # The bytes of OPERAND, one row after another.
 ROWS = (plgpu.TilingTransform((1, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 

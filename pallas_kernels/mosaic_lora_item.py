@@ -13,12 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.lora_work import END, ENDS, FIRST, PAGES, ROW, SLOTS, WINDOW, A, B
+from slora_jax.pallas_kernels.lora_work import ALONE, END, ENDS, FIRST, PAGES, ROW, SLOTS, WINDOW, A, B
 from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 RANKS = RANK_BLOCK * SLOTS  # rank rows of an item
 SWIZZLE = 64  # columns of a swizzled tile of bfloat16: 128 bytes
 OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+WARPS = 4  # of a warpgroup
 Phase = Literal["both", "shrink", "expand"]
 Ref = Any  # of Pallas; untyped there
 
@@ -33,13 +34,20 @@ class LoraConfig:
     width: int  # W
     per_page: int  # chunks in a page
     n_pages: int
-    stages: int = 3  # at most, of decode items and runs; tiles have 2
     pack: bool = True  # stages hold only the item's blocks, so that small items have more of them under way
     interpret: Any = None
     # Of decode items and runs:
+    stages: int = 3  # at most
     window: int = WINDOW  # rows: WINDOW, or RUN
     deltas: int = 2  # buffers of products on their way to y
     whole_window: int = 3  # tokens from which an item expands its window with wgmma instead of row by row
+    # Of tiles:
+    tile_split: int | None = None  # parts of each tile: 1, 2, 4 or 8, instead of as many as fill the SMs
+    shrink_blocks: int = 1  # thread blocks of an SM: 1 or 2
+    expand_blocks: int = 2
+    reads_y: bool = True  # whether sums with y are formed in shared memory where no other item adds to it
+    ahead: int = 0  # otherwise: so many turns before the TMA adds to y, y is on its way to the L2
+    sms: int = 132  # of an H100 or H200
 
     @property
     def a_chunks(self) -> int:
@@ -66,6 +74,7 @@ class Item:
         self.count = self.end - self.first if self.is_run else self.end  # of a decode item's or run's tokens
         self.ends = [items[config.group, index, ENDS + m] for m in range(3)]
         self.blocks = self.ends[2]
+        self._alone = items[config.group, index, ALONE]
         self._page_base = items[config.group, index, PAGES]
         self._a = [items[config.group, index, A + m] for m in range(len(config.out_dims))]
         self._b = [items[config.group, index, B + m] for m in range(len(config.out_dims))]
@@ -86,6 +95,11 @@ class Item:
         found = [t == jnp.where(n < self.count, self.token(n), -1) for n in range(WINDOW)]
         return functools.reduce(jnp.logical_or, found)
 
+    def is_alone(self, m: jax.Array) -> jax.Array:
+        """Whether no other item has blocks of module m for these tokens."""
+        alone: jax.Array = lax.rem(lax.shift_right_logical(self._alone, m), 2) == 1
+        return alone
+
     def start(self, m: int) -> jax.Array | int:
         """First block of module m."""
         return self.ends[m - 1] if m else 0
@@ -99,8 +113,10 @@ class Item:
         is_a: jax.Array | bool,
         *,
         slots: Sequence[jax.Array | int] = range(SLOTS),
+        column: jax.Array | int = 0,
     ) -> None:
-        """Start copying chunk k of every block of A, or of B where it has one, to dst [64, W].
+        """Start copying chunk k of every block of A, or of B where it has one, from a column on, to dst
+        [64, w].
 
         The barrier sees an arrival from each of the `slots`, the blocks looked at, in any case.
         """
@@ -118,8 +134,8 @@ class Item:
             found.append((exists, page, lax.rem(chunk, config.per_page), RANK_BLOCK * block))
         for exists, page, chunk, row in found:  # after all loads of pages, which so overlap
             at = ((self._first_page + page) * config.per_page + chunk) * RANK_BLOCK
-            source, target = chunks.at[pl.ds(at, RANK_BLOCK)], dst.at[pl.ds(row, RANK_BLOCK)]
-            copy_if(source, target, barrier, exists, config)
+            source = chunks.at[pl.ds(at, RANK_BLOCK), pl.ds(column, dst.shape[1])]
+            copy_if(source, dst.at[pl.ds(row, RANK_BLOCK)], barrier, exists, config)
 
     def _of_module(self, block: jax.Array | int, values: list[jax.Array]) -> jax.Array:
         """The value of the module that `block` belongs to."""
@@ -167,7 +183,7 @@ def accumulate(shape: tuple[int, int], body: Callable[[Ref], None]) -> jax.Array
     return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))  # type: ignore[no-any-return]
 
 
-def steps_of_part(chunks: int, part: jax.Array, split: int) -> jax.Array:
+def steps_of_part(chunks: int, part: jax.Array, split: jax.Array | int) -> jax.Array:
     """How many of `chunks` fall to a part that takes every split-th."""
     return lax.div(chunks - part + split - 1, split)
 
@@ -175,8 +191,8 @@ def steps_of_part(chunks: int, part: jax.Array, split: int) -> jax.Array:
 def lora_kernel(
     body: Callable[..., None], config: LoraConfig, warpgroups: int = 1, **kwargs: Any
 ) -> Callable[..., Any]:
-    """plgpu.kernel over (item, part) of one or two `worker`s; bodies order their shared-memory accesses
-    with commit_smem themselves.
+    """plgpu.kernel, by default over (item, part), of one or two `worker`s; bodies order their
+    shared-memory accesses with commit_smem themselves.
     """
     params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -185,9 +201,8 @@ def lora_kernel(
         kwargs["interpret"] = config.interpret
     if warpgroups > 1:
         kwargs |= {"num_threads": warpgroups, "thread_name": "worker"}
-    kernel: Callable[..., Any] = plgpu.kernel(
-        body, compiler_params=params, grid_names=("item", "part"), **kwargs
-    )
+    kwargs.setdefault("grid_names", ("item", "part"))
+    kernel: Callable[..., Any] = plgpu.kernel(body, compiler_params=params, **kwargs)
     return kernel
 
 
@@ -197,10 +212,11 @@ def may_start_empty(config: LoraConfig, phase: Phase) -> bool:
     return uneven and (phase == "expand" or config.a_chunks < config.stages)
 
 
-def sum_parts(h: Ref, split: int, rows: Any) -> jax.Array:
-    """The sum over parts of h[part, rows], in wgmma's layout."""
+def sum_parts(h: Ref, split: int, rows: Any, first: jax.Array | int = 0) -> jax.Array:
+    """The sum over `split` parts of h[part, rows], from the first on, in wgmma's layout."""
     parts = [
-        plgpu.load(h.at[part, rows], layout=plgpu.Layout.WGMMA, optimized=False) for part in range(split)
+        plgpu.load(h.at[first + part, rows], layout=plgpu.Layout.WGMMA, optimized=False)
+        for part in range(split)
     ]
     return functools.reduce(jnp.add, parts)
 

@@ -1,9 +1,15 @@
-"""LoRA of tiles: 64 tokens on wgmma's long side by 64 rank rows; shrink and expand are two launches."""
+"""LoRA of tiles, 64 tokens on wgmma's long side by 64 rank rows: the shrink; the expand follows with
+`mosaic_lora_tile_expand`.
+
+Each of the two launches has a fixed number of thread blocks, which share out the *units* of the batch: parts
+of each tile's columns, as many as there is room for at once. Padding of the list is never looked at. A unit
+goes through its columns in steps, narrow enough that as many thread blocks fit an SM as are meant to.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,159 +18,144 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from slora_jax.pallas_kernels.lora_work import SLOTS, TILE
+from slora_jax.pallas_kernels.lora_work import REAL, SLOTS, TILE
 from slora_jax.pallas_kernels.mosaic_lora_item import (
     OPERAND,
     RANKS,
+    WARPS,
     Item,
     LoraConfig,
     Ref,
     accumulate,
-    add_to_memory,
-    clear_stages,
-    iota,
     lora_kernel,
-    may_start_empty,
     steps_of_part,
-    sum_parts,
 )
-from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
+
+STEP = 256  # columns of the steps of an SM's thread blocks, at most
+STAGES = 3  # of the shrink
+START = 2  # steps that the begin of a unit takes
+MOST_TURNS = 3  # units of a thread block, of divided tiles
+Unit = Callable[[jax.Array, jax.Array, jax.Array], None]  # of (tile, part, parts)
 
 
-def tile_shrink_kernel(config: LoraConfig, nt: int, split: int) -> Callable[..., Any]:
-    """(x, chunks, items, pages, layer) -> h f32 [split, nt * 64, 64]: t by r of each tile, a summand a
-    part.
+class Units:
+    """How a launch divides `columns` of each tile of a list of nt: one of `choices` parts a tile."""
+
+    def __init__(
+        self, config: LoraConfig, nt: int, columns: int, choices: Iterable[int], blocks_of_sm: int
+    ) -> None:
+        self.config, self.width = config, min(config.width, STEP // blocks_of_sm)
+        self.steps = columns // self.width
+        self.choices = [p for p in choices if p <= self.steps]
+        if config.tile_split is not None:
+            self.choices = [config.tile_split]
+        self.blocks = min(blocks_of_sm * config.sms, nt * self.choices[-1])
+        self.most = max(nt * self.choices[0], MOST_TURNS * self.blocks)  # of a batch
+
+    def parts(self, items: Ref) -> jax.Array:
+        """Of each tile, so that all are done soonest, if a unit takes START steps more than it has."""
+        real = items[self.config.group, 0, REAL]
+        parts: jax.Array = jnp.int32(self.choices[0])
+        least = jnp.int32(2**30)
+        for choice in self.choices:
+            turns = lax.div(real * choice + self.blocks - 1, self.blocks)
+            time = turns * (-(-self.steps // choice) + START)
+            better = (time < least) & ((turns <= MOST_TURNS) | (choice == self.choices[0]))
+            parts, least = jnp.where(better, choice, parts), jnp.where(better, time, least)
+        return parts
+
+    def each(self, items: Ref, body: Unit) -> None:
+        """body(tile, part, parts) for this thread block's units; a tile's parts are next to one another."""
+        block, parts = lax.axis_index("block"), self.parts(items)
+        units = items[self.config.group, 0, REAL] * parts
+
+        def unit(n: jax.Array, _: None) -> None:
+            at = block + self.blocks * n
+            body(lax.div(at, parts), lax.rem(at, parts), parts)
+
+        lax.fori_loop(0, lax.div(units - block + self.blocks - 1, self.blocks), unit, None)
+
+    def copy(
+        self,
+        item: Item,
+        chunks: Ref,
+        to: Ref,
+        barrier: Ref,
+        step: jax.Array,
+        *,
+        is_a: bool,
+        beside: Callable[[], None] | None = None,
+    ) -> None:
+        """Start copying a step's columns of every block of A or B to [64, width], each warp some blocks.
+
+        One warp does `beside`, too.
+        """
+        pieces = self.config.width // self.width  # of a chunk
+        column = pl.multiple_of(lax.rem(step, pieces) * self.width, self.width)
+
+        def some(warp: jax.Array) -> None:
+            slots = [warp + n for n in range(0, SLOTS, WARPS)]
+            item.copy(chunks, to, barrier, lax.div(step, pieces), is_a, slots=slots, column=column)
+            if beside is not None:
+                pl.when(warp == WARPS - 1)(beside)
+
+        plgpu.warp_map(some)
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        return {"grid": (self.blocks,), "grid_names": ("block",)}
+
+
+def shrink_units(config: LoraConfig, nt: int) -> Units:
+    """Those of the shrink, whose parts are the summands of h."""
+    return Units(config, nt, config.in_dim, (1, 2, 4, 8), config.shrink_blocks)
+
+
+def tile_shrink_kernel(config: LoraConfig, nt: int) -> Callable[..., Any]:
+    """(x, chunks, items, pages, layer) -> h f32 [units, 64, 64]: t by r of each unit, summands of its tile's.
+
+    A tile's units follow one another. Where a batch has fewer than fit, the rest of h is not written.
     """
-    width, stages = config.width, config.stages
+    units = shrink_units(config, nt)
+    width, stages = units.width, STAGES
 
     def lora_tile_shrink(
         x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, h: Ref, x_s: Ref, w_s: Ref, bars: Ref
     ) -> None:
-        index, part = lax.axis_index("item"), lax.axis_index("part")
-        item = Item(config, items, pages, layer, index)
-        total = steps_of_part(config.a_chunks, part, split)
+        def shrink(index: jax.Array, part: jax.Array, parts: jax.Array) -> None:
+            item = Item(config, items, pages, layer, index)
+            total = steps_of_part(units.steps, part, parts)
 
-        def issue(step: jax.Array) -> None:
-            stage, k = lax.rem(step, stages), part + split * step
-            source = x.at[pl.ds(item.row, TILE), pl.ds(pl.multiple_of(k * width, width), width)]
-            plgpu.copy_gmem_to_smem(source, x_s.at[stage], bars.at[stage])
-            item.copy(chunks, w_s.at[stage], bars.at[stage], k, True)
+            def issue(i: jax.Array) -> None:
+                stage, step = lax.rem(i, stages), part + parts * i
+                source = x.at[pl.ds(item.row, TILE), pl.ds(pl.multiple_of(step * width, width), width)]
+                copy = functools.partial(plgpu.copy_gmem_to_smem, source, x_s.at[stage], bars.at[stage])
+                units.copy(item, chunks, w_s.at[stage], bars.at[stage], step, is_a=True, beside=copy)
 
-        def steps(acc: Ref) -> None:
-            def step(i: jax.Array, _: None) -> None:
-                stage = lax.rem(i, stages)
-                plgpu.barrier_wait(bars.at[stage])
-                plgpu.wgmma(acc, x_s.at[stage], w_s.at[stage].T)
-                plgpu.wgmma_wait(0)
-                plgpu.commit_smem()  # every warp has read the stage that is filled anew
-                pl.when(i + stages < total)(lambda: issue(i + stages))
+            def steps(acc: Ref) -> None:
+                def step(i: jax.Array, _: None) -> None:
+                    stage = lax.rem(i, stages)
+                    plgpu.barrier_wait(bars.at[stage])
+                    plgpu.wgmma(acc, x_s.at[stage], w_s.at[stage].T)
+                    plgpu.wgmma_wait(0)
+                    plgpu.commit_smem()  # every warp has read the stage that is filled anew
+                    pl.when(i + stages < total)(lambda: issue(i + stages))
 
-            lax.fori_loop(0, total, step, None)
+                lax.fori_loop(0, total, step, None)
 
-        @pl.when(item.blocks > 0)
-        def _() -> None:
-            for step in range(stages):
-                pl.when(step < total)(functools.partial(issue, jnp.int32(step)))
-            h[part, pl.ds(index * TILE, TILE)] = accumulate((TILE, RANKS), steps)
+            lax.fori_loop(0, jnp.minimum(stages, total), lambda i, _: issue(i), None)
+            h[index * parts + part] = accumulate((TILE, RANKS), steps)
+
+        units.each(items, shrink)
 
     return lora_kernel(
         lora_tile_shrink,
         config,
-        out_type=jax.ShapeDtypeStruct((split, nt * TILE, RANKS), jnp.float32),
-        grid=(nt, split),
+        **units.launch,
+        out_type=jax.ShapeDtypeStruct((units.most, TILE, RANKS), jnp.float32),
         scratch_types=[
             plgpu.SMEM((stages, TILE, width), jnp.bfloat16, transforms=OPERAND),
             plgpu.SMEM((stages, RANKS, width), jnp.bfloat16, transforms=OPERAND),
             plgpu.Barrier(num_arrivals=SLOTS + 1, num_barriers=stages),
-        ],
-    )
-
-
-def tile_expand_kernel(config: LoraConfig, nt: int, split: int) -> Callable[..., Any]:
-    """(h of the shrink, chunks, items, pages, layer, y ref): adds h B to y."""
-    n_modules, width, stages = len(config.out_dims), config.width, config.stages
-
-    def lora_tile_expand(
-        h: Ref,
-        chunks: Ref,
-        items: Ref,
-        pages: Ref,
-        layer: Ref,
-        y: Ref,
-        w_s: Ref,
-        h_s: Ref,
-        d_s: Ref,
-        bars: Ref,
-    ) -> None:
-        index, part = lax.axis_index("item"), lax.axis_index("part")
-        item = Item(config, items, pages, layer, index)
-        total = steps_of_part(max(config.b_chunks), part, split)
-
-        def issue(step: jax.Array) -> None:
-            stage = lax.rem(step, stages)
-            item.copy(chunks, w_s.at[stage], bars.at[stage], part + split * step, False)
-
-        def write_h() -> None:
-            """Each module's own rank rows, zero elsewhere."""
-            values = sum_parts(h, split, pl.ds(index * TILE, TILE))
-            r = iota((TILE, RANKS), 1)
-            for m in range(n_modules):
-                mine = (r >= RANK_BLOCK * item.start(m)) & (r < RANK_BLOCK * item.ends[m])
-                h_s[m] = jnp.where(mine, values, 0.0).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-
-        def step(i: jax.Array, _: None) -> None:
-            stage, k = lax.rem(i, stages), part + split * i
-            plgpu.barrier_wait(bars.at[stage])
-            for m in range(n_modules):
-                has_column = (item.ends[m] > item.start(m)) & (k < config.b_chunks[m])
-                pl.when(has_column)(functools.partial(multiply, m, stage, k))
-            plgpu.commit_smem()  # every warp has read the stage that is filled anew
-            pl.when(i + stages < total)(lambda: issue(i + stages))
-
-        def multiply(m: int, stage: jax.Array, k: jax.Array) -> None:
-            delta = accumulate((TILE, width), functools.partial(plgpu.wgmma, a=h_s.at[m], b=w_s.at[stage]))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            t = iota((TILE, width), 0)  # an adapter's NaNs stay with its tokens
-            delta = jnp.where((t >= item.first) & (t < item.end), delta, 0.0)
-            d_s[...] = delta.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            add(pl.multiple_of(config.columns[m] + k * width, width))
-
-        def add(column: jax.Array) -> None:
-            if config.interpret is None:  # zeros to other tokens' rows; rows past the end are dropped
-                add_to_memory(d_s, y.at[pl.ds(item.row, TILE), pl.ds(column, width)], config)
-                plgpu.commit_smem_to_gmem_group()
-                return
-
-            def add_row(t: jax.Array, _: None) -> None:
-                add_to_memory(d_s.at[pl.ds(t, 1)], y.at[pl.ds(item.row + t, 1), pl.ds(column, width)], config)
-
-            lax.fori_loop(item.first, item.end, add_row, None)
-
-        @pl.when(item.blocks > 0)
-        def _() -> None:
-            def zero() -> None:
-                for stage in range(stages):
-                    clear_stages(w_s.at[stage])
-
-            pl.when((item.blocks < SLOTS) | may_start_empty(config, "expand"))(zero)
-            plgpu.commit_smem()
-            for first in range(stages):
-                pl.when(first < total)(functools.partial(issue, jnp.int32(first)))
-            write_h()
-            lax.fori_loop(0, total, step, None)
-            plgpu.wait_smem_to_gmem(0)
-
-    return lora_kernel(
-        lora_tile_expand,
-        config,
-        out_type=(),
-        grid=(nt, split),
-        scratch_types=[
-            plgpu.SMEM((stages, RANKS, width), jnp.bfloat16, transforms=OPERAND),
-            plgpu.SMEM((n_modules, TILE, RANKS), jnp.bfloat16, transforms=OPERAND),
-            plgpu.SMEM((TILE, width), jnp.bfloat16, transforms=OPERAND),
-            plgpu.Barrier(num_arrivals=SLOTS, num_barriers=stages),
         ],
     )

@@ -36,7 +36,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
     return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("group", "split", "pack"))
+@functools.partial(jax.jit, static_argnames=("group", "split", "pack", "tuning", "dims"))
 def run(
     x: jax.Array,
     y: jax.Array,
@@ -46,6 +46,8 @@ def run(
     group: tuple[int, ...],
     split: int | None,
     pack: bool = False,
+    tuning: tuple[tuple[str, Any], ...] = (),
+    dims: Dims = DIMS,
 ) -> jax.Array:
     return apply_lora(
         x,
@@ -54,12 +56,13 @@ def run(
         jnp.int32(LAYER),
         work,
         modules=group,
-        in_dim=IN[group[0]],
-        out_dims=tuple(OUT[m] for m in group),
-        chunk_width=W,
+        in_dim=dims.ins[group[0]],
+        out_dims=tuple(dims.outs[m] for m in group),
+        chunk_width=dims.chunk_width,
         split=split,
         interpret=None if ON_GPU else plgpu.InterpretGPUParams(detect_races=not pack),
         pack=pack or ON_GPU,
+        **dict(tuning),
     )
 
 
@@ -74,6 +77,7 @@ def check(
     as_runs: bool = False,
     spare: int = 1,
     pack: bool = False,
+    **tuning: Any,
 ) -> None:
     """The group's outputs equal y + x A^T B of each token's adapter, one token at a time."""
     *items, lp = lora_work_needed(token_adapter, data.blocks, decode_rows, as_runs=as_runs)
@@ -85,19 +89,19 @@ def check(
         nr,
         nt,
         lp + 1,
-        a_chunks=A_CHUNKS,
-        b_chunks=B_CHUNKS,
+        a_chunks=data.dims.a_chunks,
+        b_chunks=data.dims.b_chunks,
         decode_rows=decode_rows,
     )
     work = LoraWork(**{name: jnp.asarray(array) for name, array in host.items()})
-    outs = [OUT[m] for m in group]
-    x = bf16(rng.standard_normal((len(token_adapter), IN[group[0]])))
+    outs = [data.dims.outs[m] for m in group]
+    x = bf16(rng.standard_normal((len(token_adapter), data.dims.ins[group[0]])))
     y = bf16(rng.standard_normal((len(token_adapter), sum(outs))))
     want = dense_lora(x, y, data, token_adapter, group)
     as_bf16 = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
-    got = np.asarray(
-        run(as_bf16(x), as_bf16(y), data.pool, work, group=group, split=split, pack=pack), np.float32
-    )
+    static: dict[str, Any] = {"group": group, "split": split, "pack": pack, "dims": data.dims}
+    static["tuning"] = (*tuning.items(),)
+    got = np.asarray(run(as_bf16(x), as_bf16(y), data.pool, work, **static), np.float32)
     # Two roundings of what is added and one of the sum, each at most 2^-8 of its value.
     np.testing.assert_allclose(got, want, rtol=2**-8, atol=2**-6 * np.abs(want - y).max())
     untouched = want == y
@@ -189,7 +193,7 @@ def test_an_adapter_of_nans_harms_no_other() -> None:
 
 def test_no_items_is_no_launch() -> None:
     data = pack(np.random.default_rng(5), [])
-    none = jnp.zeros((4, 0, 13), jnp.int32)
+    none = jnp.zeros((4, 0, lora_work.FIELDS), jnp.int32)
     work = LoraWork(none, none, none, jnp.zeros(1, jnp.int32))
     y = jnp.ones((3, 256), jnp.bfloat16)
     assert run(jnp.ones((3, 128), jnp.bfloat16), y, data.pool, work, group=QKV, split=None) is not None
@@ -221,6 +225,7 @@ def test_work_covers_every_token_once() -> None:
             seen[tokens] += 1
             assert (token_adapter[tokens] == item[6]).all()  # one page each: page_base is the adapter
         assert (tiles[:, :2].sum(1) >= rows).all()
+        assert (tiles[:, lora_work.REAL] == (tiles[:, lora_work.END] > 0).sum()).all()
         assert (runs[:, 2] <= lora_work.RUN).all()
         for item in [*runs, *tiles]:
             seen[item[0] + item[1] : item[0] + item[2]] += 1
@@ -233,8 +238,8 @@ def test_work_covers_every_token_once() -> None:
 
 def test_limits_are_told() -> None:
     x, y = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((8, 256), jnp.bfloat16)
-    none = jnp.zeros((4, 0, 13), jnp.int32)
-    work = LoraWork(jnp.zeros((4, 1, 13), jnp.int32), none, none, jnp.zeros(1, jnp.int32))
+    none = jnp.zeros((4, 0, lora_work.FIELDS), jnp.int32)
+    work = LoraWork(jnp.zeros((4, 1, lora_work.FIELDS), jnp.int32), none, none, jnp.zeros(1, jnp.int32))
     pool = jnp.zeros((1, 1, 8 * W), jnp.bfloat16)
     good: dict[str, Any] = {"modules": QKV, "in_dim": 128, "out_dims": (128, 64, 64), "chunk_width": W}
     cases: tuple[tuple[dict[str, Any], str], ...] = (

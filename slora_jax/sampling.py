@@ -11,31 +11,32 @@ probability (in float32) equals that of the last token of the nucleus. min_p is 
 probability; top_p is of what min_p and top_k left, renormalised.
 
 Passes over the [R, v] logits (reads unless said otherwise), each part taken only if a live row asks for it:
-    all greedy       1
+    every batch      1, the maxima of groups of tokens, of which greedy rows need no more
     bias, penalties  copy + scatter; gather of the history, read, write
-    sampled          argmax, max, exp (read, write), draw: about 5
-    top_k            + 11 of counts, each of 3 bits of a float32 threshold (on a CPU 32 of one bit)
-    top_p            + 10 of sums of the weights, likewise (on a CPU 30), and 1
+    temperature      1: draw
+    filters          a quarter of one, and comparisons of 512 candidates with each other (drawing.py)
+    top_p            1: sum, unless top_k or min_p leave only candidates
+    where candidates are not enough (the vocabulary is no multiple of 16 or below 4096; a nucleus or top_k of
+    more than about 128 tokens, or as many ties):
+        filters      4: weights (read, write), draw, and where it starts
+        top_k        11 of counts, each of 3 bits of a float32 threshold (on a CPU 32 of one bit)
+        top_p        10 of sums of the weights, likewise (on a CPU 30), and 1
     logprobs         3, + 1 for each of the most alternatives that a row of the batch asked for
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry_2x32
+
+from slora_jax import drawing
 
 PROMPT_BIT = 1 << 30  # of a count: the token occurs in the prompt; the bits below count it in the output
-_BLOCK = 128  # columns reduced together, before their results are
 _MAX = float(np.finfo(np.float32).max)
-_ONE = 0x3F800000  # the bits of float32 1.0
-BITS_A_PASS = {"cpu": 1, "default": 3}  # of a threshold, by platform
 
 
 @jax.tree_util.register_dataclass
@@ -123,22 +124,48 @@ def sample(
         live & ((rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0))
     )
 
-    def choose() -> jax.Array:
-        edited = lax.cond(biased, lambda x: _add_bias(x, rows), lambda x: x, logits)
-        edited = lax.cond(penalised, lambda x: _penalise(x, rows, counts, slot), lambda x: x, edited)
-        greedy = _first_argmax(edited)
-        tokens: jax.Array = lax.cond(
-            jnp.any(sampled), lambda: jnp.where(sampled, _draw(edited, rows, sampled), greedy), lambda: greedy
-        )
-        return tokens
-
-    # One branch around everything: a conditional that returned [R, v] would copy it for greedy batches, too.
-    plain = ~(biased | penalised | jnp.any(sampled))
-    tokens = lax.cond(plain, lambda: _first_argmax(logits), choose)
+    # A conditional that returned [R, v] would copy the logits for batches without edits, too.
+    tokens = lax.cond(
+        biased | penalised,
+        lambda: _choose(_edit(logits, rows, counts, slot, penalised), rows, sampled),
+        lambda: _choose(logits, rows, sampled),
+    )
     logprob, rank, top_tokens, top_logprobs = _logprobs(
         logits, tokens, jnp.where(live, jnp.minimum(rows.num_logprobs, max_logprobs), -1), max_logprobs
     )
     return SampleResult(tokens, logprob, rank, top_tokens, top_logprobs)
+
+
+def _choose(x: jax.Array, rows: SamplingRows, sampled: jax.Array) -> jax.Array:
+    """i32[R]: the argmax of edited logits x f32[R, v], or what is drawn where sampled bool[R]."""
+    groups = drawing.maxima(x)
+    greedy = drawing.argmax(x, groups)
+
+    def draw() -> jax.Array:
+        by_k = sampled & (rows.top_k > 0) & (rows.top_k < x.shape[1])
+        rule = drawing.Rule(
+            temperature=jnp.where(sampled, rows.temperature, 1.0),
+            top_k=jnp.where(by_k, rows.top_k, x.shape[1]),
+            top_p=jnp.where(sampled, rows.top_p, 1.0),
+            min_p=jnp.where(sampled, rows.min_p, 0.0),
+            words=drawing.noise_words(rows.seed, rows.position),
+        )
+        return jnp.where(sampled, drawing.draw(x, groups, rule, sampled), greedy)
+
+    tokens: jax.Array = lax.cond(jnp.any(sampled), draw, lambda: greedy)
+    return tokens
+
+
+def _edit(
+    x: jax.Array, rows: SamplingRows, counts: jax.Array, slot: jax.Array, penalised: jax.Array
+) -> jax.Array:
+    """f32[R, v]: x with bias and, where a row asks for any, with penalties."""
+    edited: jax.Array = lax.cond(
+        penalised,
+        lambda: _penalise(_add_bias(x, rows), rows, counts, slot),
+        lambda: _add_bias(x, rows),
+    )
+    return edited
 
 
 def _add_bias(x: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -154,157 +181,6 @@ def _penalise(x: jax.Array, rows: SamplingRows, counts: jax.Array, slot: jax.Arr
     repetition = rows.repetition_penalty[:, None]
     x = jnp.where(history != 0, jnp.where(x > 0, x / repetition, x * repetition), x)
     return x - rows.frequency_penalty[:, None] * output - rows.presence_penalty[:, None] * (output > 0)
-
-
-def _draw(x: jax.Array, rows: SamplingRows, sampled: jax.Array) -> jax.Array:
-    """argmax of w / E over the tokens kept, w = exp((x - max x) / temperature), E exponential noise.
-
-    That is Gumbel-max: log w - log E = x / temperature + Gumbel noise + a constant of the row. Weights lie in
-    [0, 1] with a 1 in every row, so nothing overflows, whatever the temperature or bias; 0 is a token cut.
-    """
-    vocab = x.shape[1]
-    largest = jnp.max(x, axis=1)
-    by_k = sampled & (rows.top_k > 0) & (rows.top_k < vocab)
-    cut = lax.cond(
-        jnp.any(by_k),
-        lambda: jnp.where(by_k, _kth_largest(x, largest, rows.top_k), -jnp.inf),
-        lambda: jnp.full_like(largest, -jnp.inf),
-    )
-    temperature = jnp.where(sampled, rows.temperature, 1.0)
-    weight = jnp.exp((x - largest[:, None]) / temperature[:, None])
-    weight = jnp.where(x == largest[:, None], 1.0, weight)  # also where both are infinite
-    kept = (x >= cut[:, None]) & (weight >= rows.min_p[:, None])
-    weight = jnp.where(kept, weight, 0.0)
-    by_p = sampled & (rows.top_p < 1)
-    floor = lax.cond(
-        jnp.any(by_p),
-        lambda: jnp.where(by_p, _nucleus(weight, rows.top_p), 0.0),
-        lambda: jnp.zeros_like(largest),
-    )
-    noise = _exponential_noise(rows.seed, rows.position, vocab)
-    return _first_argmax(jnp.where((weight > 0) & (weight >= floor[:, None]), weight / noise, -1.0))
-
-
-def _kth_largest(x: jax.Array, largest: jax.Array, k: jax.Array) -> jax.Array:
-    """f32[R]: the k-th largest of each row of x f32[R, v], 1 <= k <= v; exact."""
-    low = jnp.full_like(largest, -jnp.inf)
-    return _last_true(lambda t: x >= t[:, None], lambda n: n >= k, _ordered(low), _ordered(largest) + 1, 32)
-
-
-def _nucleus(weight: jax.Array, top_p: jax.Array) -> jax.Array:
-    """f32[R]: the largest t with the weights >= t adding up to top_p of all; weight f32[R, v] in [0, 1]."""
-    mass = top_p * jnp.sum(weight, axis=1)
-    low = jnp.zeros_like(mass, dtype=jnp.int32)
-    return _last_true(
-        lambda t: jnp.where(weight >= t[:, None], weight, 0.0),
-        lambda sums: sums >= mass,
-        low,
-        low + (_ONE + 1),
-        30,
-    )
-
-
-def _last_true(
-    parts: Callable[[jax.Array], jax.Array],
-    holds: Callable[[jax.Array], jax.Array],
-    low: jax.Array,
-    high: jax.Array,
-    bits: int,
-) -> jax.Array:
-    """f32[R]: the largest float t in [low, high), bounds as `_ordered` images, up to which it holds.
-
-    `parts` maps t f32[R] to [R, v], bool or f32; `holds` maps their sums [R] to bool[R], is true at low, and
-    once false stays so. Exact if high - low <= 2**bits.
-    """
-    by_platform = {name: functools.partial(_search, parts, holds, bits, n) for name, n in BITS_A_PASS.items()}
-    image: jax.Array = lax.platform_dependent(low, (high - low).astype(jnp.uint32), **by_platform)
-    return lax.bitcast_convert_type(_flip(image), jnp.float32)
-
-
-def _search(
-    parts: Callable[[jax.Array], jax.Array],
-    holds: Callable[[jax.Array], jax.Array],
-    bits: int,
-    digit: int,
-    low: jax.Array,
-    size: jax.Array,
-) -> jax.Array:
-    """The image in [low, low + size) that `_last_true` looks for, `digit` bits of it a pass.
-
-    A pass tries 2**digit - 1 thresholds: a GPU reads memory once for all of them, and can compare meanwhile.
-    """
-    tries = range(1, 2**digit)
-
-    def narrow(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, size = bounds
-        step = (size >> digit) + ((size & (2**digit - 1)) != 0)
-        images = [low + (n * step).astype(jnp.int32) for n in tries]
-        thresholds = [lax.bitcast_convert_type(_flip(image), jnp.float32) for image in images]
-        sums = jnp.sum(jnp.stack([_sums_of_blocks(parts(t)) for t in thresholds]), axis=2)
-        up, passed = jnp.zeros_like(step), jnp.full(low.shape, True)
-        for n, total in zip(tries, sums, strict=True):
-            passed &= (n * step < size) & holds(total)
-            up += jnp.where(passed, step, 0)
-        return low + up.astype(jnp.int32), jnp.minimum(step, size - up)
-
-    low, _ = lax.fori_loop(0, -(-bits // digit), narrow, (low, size))
-    return low
-
-
-def _sums_of_blocks(x: jax.Array) -> jax.Array:
-    """[R, blocks]: what sums of x [R, v] consist of; int32 where x is bool."""
-    blocks = x.reshape(len(x), -1, x.shape[1] if x.shape[1] % _BLOCK else _BLOCK)
-    return jnp.sum(blocks, axis=2, dtype=jnp.int32 if x.dtype == bool else x.dtype)
-
-
-def _ordered(x: jax.Array) -> jax.Array:
-    """i32 image of f32 x with x < y iff image(x) < image(y) (-0.0 counts as below 0.0)."""
-    return _flip(lax.bitcast_convert_type(x, jnp.int32))
-
-
-def _flip(bits: jax.Array) -> jax.Array:
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)  # its own inverse
-
-
-def _exponential_noise(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
-    """f32[R, vocab] in [1e-10, inf]: exponential noise, a function of (seed, position, token) alone.
-
-    Threefry gives each row two words for its (seed, position); mixing the token id with them (the
-    multiply-xorshift `lowbias32` of Wellons' hash prospector, twice) gives 32 bits a token. -log1p(-u) keeps
-    full precision near 0, where the winner of 128k tokens lies; u = 0 does not occur, and u = 1 gives inf:
-    never drawn unless alone.
-    """
-
-    def row_words(seed: jax.Array, position: jax.Array) -> jax.Array:
-        words: jax.Array = threefry_2x32(
-            seed, jnp.stack([position, jnp.zeros_like(position)]).astype(jnp.uint32)
-        )
-        return words
-
-    words = jax.vmap(row_words)(seed, position)  # u32[R, 2]
-    token = lax.iota(jnp.uint32, vocab)[None, :]
-    bits = _mix(_mix(token ^ words[:, :1]) + words[:, 1:])
-    return -jnp.log1p(-((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def _first_argmax(x: jax.Array) -> jax.Array:
-    """i32[R]: where each row of x f32[R, v] is largest, the first on ties; one pass.
-
-    Maxima of blocks first: XLA's own argmax takes value and index together, 25 times slower on a CPU.
-    """
-    num_rows, vocab = x.shape
-    if vocab % _BLOCK:
-        return jnp.argmax(x, axis=1).astype(jnp.int32)
-    blocks = x.reshape(num_rows, vocab // _BLOCK, _BLOCK)
-    best = jnp.argmax(jnp.max(blocks, axis=2), axis=1)
-    block = jnp.take_along_axis(blocks, best[:, None, None], axis=1)[:, 0]
-    return (best * _BLOCK + jnp.argmax(block, axis=1)).astype(jnp.int32)
 
 
 type _Logprobs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -353,7 +229,7 @@ def _top(
         token, value, tokens, values = state
         after = (logits < value[:, None]) | ((logits == value[:, None]) & (column > token[:, None]))
         rest = jnp.where(after, logits, -jnp.inf)
-        token = _first_argmax(rest)
+        token = drawing.argmax(rest, drawing.maxima(rest))
         value = jnp.max(rest, axis=1)
         there = (i < wanted) & (value > -jnp.inf)
         tokens = tokens.at[:, i].set(jnp.where(there, token, -1))

@@ -3,7 +3,8 @@
 Compiled as the engine compiles its steps, which hold every way to sample: what the rows ask for decides at
 run time what is done, and one executable serves all cases of a vocabulary. `of_copy` is the share of the
 copy bandwidth at which the time would have read the logits once, the least that any sampler does: greedy
-rows read them once, others 5 times and more (slora_jax/sampling.py counts). Calls take turns with logits of
+rows read them once, by temperature twice, and with filters once and parts of them again, or, where candidates
+are not enough, 25 times (slora_jax/sampling.py counts). Calls take turns with logits of
 together 256 MB and more, so that none lie in the L2; a store of 4 bytes that ties a call to the one before is
 part of its time.
 """
@@ -123,5 +124,7 @@ CASES = [
         {"temperature": 0},
         {"temperature": 0.8},
         {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"temperature": 5, "top_p": 0.95},  # too flat for candidates
     )
 ]

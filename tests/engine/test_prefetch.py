@@ -113,3 +113,68 @@ def test_cluster_prefers_an_adapter_that_is_loaded_on_a_guess() -> None:
     with contextlib.closing(bench.engine._scheduler.waiting.candidates()) as candidates:
         assert [s.request.request_id for s in candidates] == [following, first, second]
     assert running in bench.run()
+
+
+def guesses(bench: Bench) -> tuple[int, int, int]:
+    """Those begun, those used, those lost."""
+    loading = bench.engine.stats().loading
+    return loading.guesses, loading.guesses_useful, loading.guesses_wasted
+
+
+def guessed_bench(*, keep_host: bool = True) -> Bench:
+    """A bench whose adapter "a" gave way, and which guesses it back in its next steps."""
+    bench = Bench(num_pages=30, max_batch_size=2, max_step_tokens=32, enable_prefix_caching=False)
+    bench.register("a", 7)
+    bench.engine.add_request([4], "a", GREEDY)
+    bench.run()
+    bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))  # needs every page
+    bench.run()
+    assert guesses(bench) == (0, 0, 0)
+    if not keep_host:
+        bench.engine._adapters.host.drop(bench.engine._adapters.get("a"))
+    return bench
+
+
+@pytest.mark.parametrize("keep_host", [True, False])
+def test_a_guess_is_useful_once_a_sequence_runs_on_it(keep_host: bool) -> None:
+    bench = guessed_bench(keep_host=keep_host)
+    bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
+    bench.run()
+    assert guesses(bench) == (1, 0, 0)
+    bench.engine.abort(bench.engine.add_request([4], "a", GREEDY))  # which never ran on it
+    assert guesses(bench) == (1, 0, 0)
+    for _ in range(2):
+        bench.engine.add_request([4], "a", GREEDY)
+        bench.run()
+        assert guesses(bench) == (1, 1, 0)
+
+
+def test_a_guess_that_gives_way_again_or_is_unloaded_was_wasted() -> None:
+    bench = guessed_bench()
+    for wasted in (1, 2):
+        bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
+        bench.run()
+        assert guesses(bench) == (wasted, 0, wasted - 1)
+        bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))
+        bench.run()
+        assert guesses(bench) == (wasted, 0, wasted)
+    bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
+    bench.run()
+    bench.register("a", 8)  # in its place
+    assert guesses(bench) == (3, 0, 3)
+    bench.engine.check_integrity()
+
+
+@pytest.mark.parametrize("fails", ["read", "copy"])
+def test_a_guess_that_fails_was_wasted_and_is_not_made_again(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = guessed_bench(keep_host=fails == "copy")
+    if fails == "read":
+        del bench.disk.folders["/disk/7"]
+    else:
+        monkeypatch.setattr(bench.engine._runner, "stage_adapters", lambda *_: 1 / 0)
+    bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
+    bench.run()
+    assert guesses(bench) == (1, 0, 1)
+    assert bench.engine.stats().loading.failures == 1

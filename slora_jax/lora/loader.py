@@ -24,7 +24,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slora_jax.errors import AdapterError, printable, reason_without_path
 from slora_jax.lora.packing import AdapterShape, PackedAdapter
@@ -73,6 +73,14 @@ class AdapterDevice(Protocol):
     def write_adapter(self, staged: StagedCopy) -> None: ...
 
 
+class Readers(Protocol):
+    """Who reads: threads, or a simulation of them."""
+
+    def submit[T](
+        self, what: str, function: Callable[..., T], *args: Any
+    ) -> concurrent.futures.Future[T]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class _Read:
     """A read under way in a thread, begun at this monotonic time."""
@@ -118,6 +126,7 @@ class AdapterLoader:
         *,
         staging_bytes: int,
         measured: Callable[[float, float], None],
+        readers: Readers | None = None,
     ) -> None:
         self._measured = measured
         self._store, self._device, self._read = store, device, read
@@ -126,7 +135,7 @@ class AdapterLoader:
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_PACED_STEPS)
         self._most_bytes: float = staging_bytes  # that may be copied at a time
         self._bytes_on_way = self._bytes_to_begin = 0  # host bytes of _transfers; of those not begun
-        self._readers = DaemonWorkers(_READERS, "adapter-reader")
+        self._readers = readers or DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
         self._guess: Adapter | None = (
@@ -250,7 +259,7 @@ class AdapterLoader:
         failed, self._failed = list(self._failed.values()), {}
         return failed
 
-    def prefetch(self, free_pages: int) -> Adapter | None:
+    def guess(self, free_pages: int) -> Adapter | None:
         """Where nothing is under way, and nobody lacks host memory, bring back the likeliest of recently
         evicted adapters, into at most `free_pages` pages: nothing gives way for a guess, in the pool or in
         host memory. Returns it.

@@ -24,8 +24,7 @@ def check_pinned_names(config: EngineConfig, adapters: Collection[str]) -> None:
     for name in config.pinned_adapters:
         if name not in adapters:
             raise UnknownAdapterError(
-                f"pinned_adapters (--pinned-adapters) names {name!r}, which is not among the adapters given: "
-                f"{some_of(adapters)}"
+                f"pinned_adapters names {name!r}, which is not among the adapters given: {some_of(adapters)}"
             )
 
 

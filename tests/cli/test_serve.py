@@ -79,4 +79,6 @@ def test_an_empty_key_is_refused_and_never_an_open_server(
     else:
         monkeypatch.setenv(f"SLORA_{key.upper()}", "")
     assert main(["serve", "somewhere", *flags]) != 0
-    assert f"{key} must not be empty" in " ".join(capsys.readouterr().err.split())
+    assert f"--{key.replace('_', '-')} must not be empty; leave it out" in " ".join(
+        capsys.readouterr().err.split()
+    )

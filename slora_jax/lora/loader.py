@@ -262,7 +262,7 @@ class AdapterLoader:
     def guess(self, free_pages: int) -> Adapter | None:
         """Where nothing is under way, and nobody lacks host memory, bring back the likeliest of recently
         evicted adapters, into at most `free_pages` pages: nothing gives way for a guess, in the pool or in
-        host memory. Returns it.
+        host memory; nor is one made again that gave way unused. Returns it.
         """
         host = self._store.host
         if self._reading or self._transfers or self._host_full_in == host.turn:

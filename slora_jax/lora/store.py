@@ -327,6 +327,8 @@ class AdapterStore:
         if adapter.copy is not None:
             adapter.copy.leave_pages()
             adapter.copy = None
+        if adapter.guessed:
+            self.forget_eviction(adapter)  # as in _evict
         self._staged.pop(adapter.generation, None)
         self._give_back(adapter)
 
@@ -405,10 +407,13 @@ class AdapterStore:
         self._idle_pages += adapter.num_pages if idle else -adapter.num_pages
 
     def _evict(self, adapter: Adapter) -> None:
+        unused_guess = adapter.guessed
         del self._resident[adapter.generation]
         self._sought.pop(adapter.generation, None)
         self._give_back(adapter)
         self._set_idle(adapter)
+        if unused_guess:
+            return  # it is no likelier than it was: copied again and again, it would keep the link busy
         self._evicted[adapter.generation] = adapter
         if len(self._evicted) > _RECENT:
             del self._evicted[next(iter(self._evicted))]

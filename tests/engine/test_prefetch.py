@@ -149,19 +149,27 @@ def test_a_guess_is_useful_once_a_sequence_runs_on_it(keep_host: bool) -> None:
         assert guesses(bench) == (1, 1, 0)
 
 
-def test_a_guess_that_gives_way_again_or_is_unloaded_was_wasted() -> None:
+def test_a_guess_that_gives_way_is_not_made_again_until_a_request_has_used_its_adapter() -> None:
     bench = guessed_bench()
-    for wasted in (1, 2):
-        bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
-        bench.run()
-        assert guesses(bench) == (wasted, 0, wasted - 1)
-        bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))
-        bench.run()
-        assert guesses(bench) == (wasted, 0, wasted)
+
+    def guesses_after(*prompts: tuple[list[int], str | None, int]) -> tuple[int, int, int]:
+        for prompt, name, max_tokens in prompts:
+            bench.engine.add_request(prompt, name, SamplingParams(max_tokens=max_tokens))
+            bench.run()
+        return guesses(bench)
+
+    small, all_pages = ([4], None, 12), ([4] * 60, None, 56)
+    assert guesses_after(small) == (1, 0, 0)
+    assert guesses_after(all_pages, small, all_pages, small) == (1, 0, 1)
+    assert guesses_after(([4], "a", 6), all_pages, small) == (2, 0, 1)
+
+
+def test_a_guess_that_is_unloaded_was_wasted() -> None:
+    bench = guessed_bench()
     bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
     bench.run()
     bench.register("a", 8)  # in its place
-    assert guesses(bench) == (3, 0, 3)
+    assert guesses(bench) == (1, 0, 1)
     bench.engine.check_integrity()
 
 

@@ -367,6 +367,7 @@ class _EngineCollector(Collector):
                     "reading": stats.loading.reading,
                     "staged": stats.loading.staged,
                     "resident": stats.adapters_resident,
+                    "refused": stats.adapters_refused,
                 },
             ),
         ):

@@ -201,6 +201,7 @@ class EngineStats:
     last_step_seconds: float
     last_step_tokens: int
     loading: LoadStats = LoadStats()
+    adapters_refused: int = 0  # that the start left out
 
     def without_load(self) -> EngineStats:
         """The same counters where every request has ended at once and nothing is loaded any more: nobody runs

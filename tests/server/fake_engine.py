@@ -329,6 +329,7 @@ class FakeEngine:
             last_step_seconds=self.step_seconds,
             last_step_tokens=len(running),
             loading=LoadStats(1, 2, 300, 4, 5, 6, 7, 800, 0.9, 10, 1.1, 1.2, 13, 30, 14, 15),
+            adapters_refused=16,
         )
 
 

@@ -377,6 +377,7 @@ def test_metrics(adapter_dir: Path) -> None:
     assert loads == loads | {
         "slora:adapters{reading}": 1,
         "slora:adapters{staged}": 2,
+        "slora:adapters{refused}": 16,
         "slora:adapter_host_bytes": 300,
         "slora:adapter_host_hits_total": 4,
         "slora:adapter_host_misses_total": 5,

@@ -4,6 +4,7 @@
     python -m benchmarks.sim_scheduler early-abort       # attainment, satisfaction, throughput (S-LoRA)
     python -m benchmarks.sim_scheduler cluster           # throughput, adapter loads, first-token times
     python -m benchmarks.sim_scheduler vtc               # fairness gap of two tenants, and its proven bound
+    python -m benchmarks.sim_scheduler guesses           # first tokens with and without guessed adapters
     python -m benchmarks.sim_scheduler all
 
 Results go to benchmarks/results/sim.jsonl. Only `schedule-step` measures this machine; the others' times are
@@ -34,7 +35,7 @@ from benchmarks.papers import (
     vtc_bound,
 )
 from benchmarks.record import record
-from benchmarks.virtual_server import Arrival, StepCost, VirtualServer
+from benchmarks.virtual_server import Arrival, LoadCost, StepCost, VirtualServer
 from slora_jax.config import EngineConfig
 from slora_jax.lora.store import Adapter
 from slora_jax.scheduling.scheduler import StepPlan
@@ -42,6 +43,8 @@ from slora_jax.scheduling.scheduler import StepPlan
 # Llama-2-7B on an H200 by bytes: 3.0 ms of weights, 48 us of KV a decode row at context
 # 400, prefill at 600 TFLOP/s, adapter pages at 4.3 TB/s from the pool and 50 GB/s from the host.
 H200 = StepCost(step=3.5e-3, decode=48e-6, prefill=23e-6, adapter_page=1e-6, loaded_page=84e-6)
+# Its loads, of bench_adapters cold: 263 ms of reading and 2.8 ms of copying at rank 64, 65 pages.
+H200_LOADS = LoadCost(read_page=4e-3, copy_page=43e-6)
 # An A10G, roughly (0.6 TB/s, 70 TFLOP/s in use): it serves a little over two requests a second.
 A10G = StepCost(step=0.028, decode=0.35e-3, prefill=0.2e-3, adapter_page=7e-6, loaded_page=0.35e-3)
 
@@ -157,6 +160,63 @@ def cluster(args: argparse.Namespace) -> None:
         _report("cluster", case, round(1000 / served.now, 2), "requests/s", **extra)
 
 
+def guesses(args: argparse.Namespace) -> None:
+    """What it is worth to guess: zipf over 200 adapters, of which the pool and host memory hold a part.
+
+    Off (watermark 1) and on, over the same requests. `cold_...` are first tokens of those that found their
+    adapter not resident where nothing is guessed. The first quarter of the time, in which host memory fills,
+    is left out. Without a prefix cache, which would fill the free pages that guesses take.
+    """
+    hosts = {"all": 1 << 60, "a third": 2000}
+    for cv, rate, (host, pages) in itertools.product((1, 4), (8, 12), hosts.items()):
+        cold = None
+        for watermark in (1.0, 0.2, 0.0):
+            runs = [_guess(rate, cv, pages, watermark, args.seconds, seed) for seed in range(4)]
+            first, found = (np.concatenate([run[i] for run in runs]) for i in (0, 1))
+            cold = found != "resident" if cold is None else cold
+            case = {"watermark": watermark, "rate": rate, "cv": cv, "n": 200, "host": host, "cost": "H200"}
+            _report("guesses", case, _seconds(first.mean()), "s", **_guess_extra(first, found, cold, runs))
+
+
+type _GuessRun = tuple[np.ndarray, np.ndarray, VirtualServer]
+
+
+def _guess(rate: float, cv: float, host_pages: int, watermark: float, seconds: float, seed: int) -> _GuessRun:
+    """Seconds to first tokens f64[requests], and in which states their adapters were found, str[requests]."""
+    rng = np.random.default_rng(seed)
+    loads = dataclasses.replace(H200_LOADS, host_pages=host_pages)
+    served = _server("fcfs", H200, batch=64, num_pages=3000, loads=loads, prefetch_watermark=watermark)
+    adapters = [served.register(f"a{i}", (9, 17, 33, 65)[i % 4]) for i in rng.permutation(200)]
+    draws = _requests(adapters, "zipf", 1, rng)
+    served.run(dataclasses.replace(next(draws), time=t) for t in gamma_arrivals(rate, cv, seconds, rng))
+    served.check_integrity()
+    counted = [r.metrics.arrival_time > seconds / 4 for r in served.requests]
+    first = np.array([r.metrics.time_to_first_token for r in served.requests])
+    return first[counted], np.array(served.found)[counted], served
+
+
+def _guess_extra(
+    first: np.ndarray, found: np.ndarray, cold: np.ndarray, runs: list[_GuessRun]
+) -> dict[str, Any]:
+    stats = [served.loader.stats() for *_, served in runs]
+    return {
+        "p99": _seconds(np.percentile(first, 99)),
+        "cold_mean": _seconds(first[cold].mean()),
+        "cold_p99": _seconds(np.percentile(first[cold], 99)),
+        "resident_at_arrival": round(float((found == "resident").mean()), 4),
+        "under_way_at_arrival": round(float(np.isin(found, ("reading", "staged")).mean()), 4),
+        "guesses": sum(s.guesses for s in stats),
+        "guesses_useful": sum(s.guesses_useful for s in stats),
+        "guesses_wasted": sum(s.guesses_wasted for s in stats),
+        "loads": sum(served.loads for *_, served in runs),
+        "requests": len(first),
+    }
+
+
+def _seconds(value: Any) -> float:
+    return round(float(value), 5)
+
+
 def vtc(args: argparse.Namespace) -> None:
     """Two tenants that always wait, one asking for thrice as much: the largest gap of their services.
 
@@ -190,15 +250,27 @@ def vtc(args: argparse.Namespace) -> None:
         _report("vtc_gap", case, gap, "priced tokens", **extra)
 
 
-def _server(policy: str, cost: StepCost, *, batch: int, num_pages: int, **fields: Any) -> VirtualServer:
+def _server(
+    policy: str,
+    cost: StepCost,
+    *,
+    batch: int,
+    num_pages: int,
+    loads: LoadCost | None = None,
+    **fields: Any,
+) -> VirtualServer:
     config = EngineConfig(
         scheduling_policy=policy, max_batch_size=batch, max_step_tokens=max(512, 2 * batch), **fields
     )
-    return VirtualServer(config, num_pages, cost)
+    return VirtualServer(config, num_pages, cost, loads=loads)
 
 
 def _requests(
-    adapters: list[Adapter], alpha: float, tenants: int, rng: np.random.Generator, longest: int = LONGEST
+    adapters: list[Adapter],
+    alpha: float | str,
+    tenants: int,
+    rng: np.random.Generator,
+    longest: int = LONGEST,
 ) -> Iterator[Arrival]:
     """Requests of the paper's lengths, or shorter ones, one adapter each, of so many tenants. Without end."""
     pick = by_popularity(alpha, len(adapters))
@@ -219,6 +291,7 @@ def main() -> None:
     )
     commands = {
         "schedule-step": schedule_step, "early-abort": early_abort, "cluster": cluster, "vtc": vtc,
+        "guesses": guesses,
     }  # fmt: skip
     parser.add_argument("what", choices=[*commands, "all"])
     parser.add_argument("--policy", action="append", help="schedule-step: this one only; may be given again")
@@ -229,7 +302,9 @@ def main() -> None:
     parser.add_argument("--warm-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=3000, help="steps that are measured")
     parser.add_argument("--rate", type=float, default=2.4, help="early-abort: requests a second")
-    parser.add_argument("--seconds", type=float, default=300.0, help="early-abort: how long they come")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="early-abort, guesses: how long they come"
+    )
     args = parser.parse_args()
     for name, function in commands.items():
         if args.what in (name, "all"):

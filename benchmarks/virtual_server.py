@@ -10,6 +10,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from slora_jax.config import EngineConfig
 from slora_jax.lora.host_cache import HostCache
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.packing import AdapterShape
+from slora_jax.lora.peft_folder import FolderStamp
 from slora_jax.lora.store import Adapter, AdapterStore
 from slora_jax.lora.transfer import HostCopy, StagedCopy
 from slora_jax.memory.layout import MODULES
@@ -58,12 +61,25 @@ class StepCost:
     loaded_page: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadCost:
+    """Seconds a page of loads beside the steps: reads of folders, each for itself, and copies, one by one.
+
+    `host_pages` is how many pages of adapters host memory keeps.
+    """
+
+    read_page: float
+    copy_page: float
+    host_pages: int = 1 << 60
+
+
 class VirtualServer:
     """`now` is the time; `step` runs one step of the scheduler and ends the sequences that are whole.
 
     Adapters are loaded at once, or, with `load_seconds`, by copies that take as long as each call says,
-    beside the steps; None: that copy fails. `admitted` has sequences in the order of admission, `reasons` why
-    requests were given up, by their ids.
+    beside the steps; None: that copy fails. With `loads` they lie in folders, are read and copied, and
+    guessed as an engine does. `admitted` has sequences in the order of admission, `reasons` why requests were
+    given up, by their ids, `found` in which state each request found its adapter as it came.
     """
 
     def __init__(
@@ -72,21 +88,27 @@ class VirtualServer:
         num_pages: int,
         cost: StepCost | None = None,
         load_seconds: Callable[[], float | None] | None = None,
+        loads: LoadCost | None = None,
     ) -> None:
         if not config.unified_memory:
             raise ValueError("a simulation's adapters and KV share all pages: leave unified_memory on")
         self.now = 0.0
-        self._load_seconds = load_seconds
+        self._load_seconds, self._load_cost = load_seconds, loads
+        self._readers = _VirtualReaders(self)
+        self._link_free = 0.0
         self.pool = PagePool(num_pages)
         reclaim = Reclaimer(self.pool)
         prefixes = PrefixCache(reclaim, config.page_tokens, enabled=False)  # tokens have no values here
-        self.store = AdapterStore(reclaim, HostCache(1 << 60), on_freed=prefixes.drop)
+        self.store = AdapterStore(
+            reclaim, HostCache(loads.host_pages if loads else 1 << 60), on_freed=prefixes.drop
+        )
         self.loader = AdapterLoader(
             self.store,
             self,
-            _never_read,
+            self._read,
             staging_bytes=1 << 60,
             measured=functools.partial(reclaim.costs.measured, "adapter"),
+            readers=self._readers,
         )
         self.waiting = WaitingQueue(config, self.clock)
         limits = SchedulerLimits.of(
@@ -99,6 +121,7 @@ class VirtualServer:
         self.requests: list[Request] = []
         self.live: dict[Request, None] = {}
         self.admitted: list[Sequence] = []
+        self.found: list[str | None] = []
         self.reasons: dict[str, str] = {}
         self.given_up: list[Overdue] = []
         self.loads = self._loaded_pages = 0
@@ -109,7 +132,10 @@ class VirtualServer:
     def register(self, name: str, num_pages: int) -> Adapter:
         """An adapter of so many pages."""
         shape = AdapterShape(_Sized(num_pages), 8, MODULES[:4])  # type: ignore[arg-type]
-        return self.store.register(name, f"/virtual/{name}", shape, num_pages, None, HostCopy(np.empty(0)))
+        path = f"/virtual/{name}"
+        if self._load_cost is None:
+            return self.store.register(name, path, shape, num_pages, None, HostCopy(np.empty(0)))
+        return self.store.register(name, path, shape, num_pages, FolderStamp(path, ()), None)
 
     def add(self, arrival: Arrival) -> Request:
         """Queue a request that arrived at `arrival.time`; raises LimitExceededError as an engine does."""
@@ -123,6 +149,7 @@ class VirtualServer:
         for request in requests:
             if request.adapter is not None:
                 self.store.acquire(request.adapter)
+            self.found.append(None if request.adapter is None else request.adapter.state)
             self.requests.append(request)
             self.live[request] = None
             for sequence in request.sequences:
@@ -150,6 +177,8 @@ class VirtualServer:
             self._settle_loads()
         before = len(self.scheduler.running)
         plan = (schedule or self.scheduler.schedule)()
+        if self._load_cost is not None:
+            self.scheduler.guess()
         new = len(self.scheduler.running) - before
         if new > 0:
             self.admitted += list(self.scheduler.running)[-new:]
@@ -182,23 +211,36 @@ class VirtualServer:
 
     @property
     def stages_adapters(self) -> bool:
-        return self._load_seconds is not None
+        return self._load_seconds is not None or self._load_cost is not None
 
     def stage_adapters(self, copies: Seq[HostCopy], pages: Seq[Seq[int]]) -> Seq[StagedCopy]:
-        return [_VirtualCopy(self, len(ids), self._copied_at()) for ids in pages]
+        return [_VirtualCopy(self, len(ids), self._copied_at(len(ids))) for ids in pages]
 
     def write_adapter(self, staged: StagedCopy) -> None:
         assert isinstance(staged, _VirtualCopy)
         self.loads += 1
         self._loaded_pages += staged.pages
 
-    def _copied_at(self) -> float | None:
+    def read_seconds(self, adapter: str) -> float:
+        """What a read of an adapter's folder takes."""
+        assert self._load_cost is not None, f"{adapter} has its host copy"
+        return self._load_cost.read_page * self.store.get(adapter).num_pages
+
+    def _read(self, path: str, checkpoint: Callable[[], None]) -> PreparedAdapter:
+        adapter = self.store.get(path.removeprefix("/virtual/"))
+        return PreparedAdapter(path, _Packed(adapter.shape), adapter.stamp, HostCopy(np.empty(0)))  # type: ignore[arg-type]
+
+    def _copied_at(self, pages: int) -> float | None:
         """When a copy that begins now is done; None: it fails."""
+        if self._load_cost is not None:
+            self._link_free = max(self._link_free, self.now) + self._load_cost.copy_page * pages
+            return self._link_free
         seconds = self._load_seconds() if self._load_seconds is not None else 0.0
         return None if seconds is None else self.now + seconds
 
     def _settle_loads(self) -> None:
         """What an engine does between two steps."""
+        self._readers.run()
         self.loader.settle()
         for adapter, reason in self.loader.take_failures():
             for request in [r for r in self.live if r.adapter is adapter]:
@@ -297,5 +339,46 @@ class _Sized:
     num_pages: int
 
 
-def _never_read(path: str, checkpoint: Callable[[], None]) -> PreparedAdapter:
-    raise AssertionError(f"{path} has its host copy")
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """Stands in for a PackedAdapter: the loader asks for the shape only."""
+
+    shape: AdapterShape
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadUnderWay:
+    until: float
+    checkpoint: Callable[[], None]
+    job: Callable[[], PreparedAdapter]
+    future: Future[PreparedAdapter]
+
+
+class _VirtualReaders:
+    """Takes DaemonWorkers' place: a read ends at a time of the server's clock, or stops where it may."""
+
+    def __init__(self, server: VirtualServer) -> None:
+        self._server = server
+        self._reads: list[_ReadUnderWay] = []
+
+    def submit(self, what: str, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """`args` are those of the loader's reads: how, its checkpoint, the adapter's name, and others."""
+        _, checkpoint, name, *_ = args
+        until = self._server.now + self._server.read_seconds(name)
+        read = _ReadUnderWay(until, checkpoint, functools.partial(function, *args), Future())
+        self._reads.append(read)
+        return read.future
+
+    def run(self) -> None:
+        """End what has come to its end by now, or is to stop."""
+        under_way = []
+        for read in self._reads:
+            try:
+                read.checkpoint()
+                if read.until > self._server.now:
+                    under_way.append(read)
+                    continue
+                read.future.set_result(read.job())
+            except CancelledError as stopped:
+                read.future.set_exception(stopped)
+        self._reads = under_way

@@ -330,6 +330,9 @@ class _EngineCollector(Collector):
             ("slora:adapter_host_misses", "Loads that read a folder", loading.host_misses),
             ("slora:adapter_prefetches_useful", "Loads ahead of need, then used", loading.prefetches_useful),
             ("slora:adapter_prefetches_wasted", "Loads ahead of need, unused", loading.prefetches_wasted),
+            ("slora:adapter_guesses", "Loads of adapters that no request asked for", loading.guesses),
+            ("slora:adapter_guesses_useful", "Guesses that a sequence then ran on", loading.guesses_useful),
+            ("slora:adapter_guesses_wasted", "Guesses that were lost unused", loading.guesses_wasted),
             ("slora:adapter_staged_bytes", "Bytes whose copy into the pool was begun", loading.bytes_staged),
             ("slora:adapter_wait_seconds", "Time that loads kept requests waiting", loading.wait_seconds),
             ("slora:adapter_load_failures", "Loads that failed", loading.failures),
@@ -364,6 +367,7 @@ class _EngineCollector(Collector):
                     "reading": stats.loading.reading,
                     "staged": stats.loading.staged,
                     "resident": stats.adapters_resident,
+                    "refused": stats.adapters_refused,
                 },
             ),
         ):

@@ -346,7 +346,7 @@ class EngineConfig:
         except ValueError as error:
             raise ValueError(f"EngineConfig: {error}") from None
         names = as_list("EngineConfig: pinned_adapters", self.pinned_adapters, "a list of adapters' names")
-        names = [as_kind("EngineConfig: a name in pinned_adapters", name, str) for name in names]
+        names = [as_adapter_name("EngineConfig: a name in pinned_adapters", name) for name in names]
         object.__setattr__(self, "pinned_adapters", tuple(names))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -26,7 +26,7 @@ from slora_jax.intake import Prompt, RequestIntake, RequestLimits
 from slora_jax.lora.host_cache import HostCache, host_budget
 from slora_jax.lora.loader import AdapterLoader, PreparedAdapter
 from slora_jax.lora.reader import AdapterReader
-from slora_jax.lora.registry import AdapterRegistry, check_adapters
+from slora_jax.lora.registry import AdapterRegistry, OnRefused, check_given, without_refused
 from slora_jax.lora.store import AdapterStore
 from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.memory.page_pool import PagePool
@@ -36,7 +36,7 @@ from slora_jax.memory.sizing import PoolSize, log_pool, size_pool
 from slora_jax.models.rope import Rope
 from slora_jax.outbox import Outbox
 from slora_jax.outputs import AdapterInfo, EngineStats, RequestOutput, StreamEvent
-from slora_jax.preflight import check_before_loading, check_pinned_names
+from slora_jax.preflight import check_adapter, check_before_loading, check_pinned_names
 from slora_jax.request import DEFAULT_TENANT, Call, GenerateRequest, Request
 from slora_jax.request_table import RequestTable
 from slora_jax.runner import ModelRunner
@@ -71,6 +71,7 @@ class Engine:
     ) -> None:
         self.model_config, self.config = model_config, config
         self.tokenizer, self.model_name = tokenizer, model_name
+        self.num_refused = 0  # adapters that the start left out
         self._layout = PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)
         size: PoolSize = size_pool(model_config, config, self._layout, mesh)
         log_pool(size, model_config, config, self._layout)
@@ -128,6 +129,7 @@ class Engine:
         tokenizer: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
         before_weights: Callable[[Tokenizer | None, RequestLimits], None] | None = None,
+        on_refused: OnRefused | None = None,
     ) -> Engine:
         """Load a model (HF folder, GGUF file, Orbax checkpoint or Hub id) and its adapters.
 
@@ -135,20 +137,26 @@ class Engine:
         not wanted. `progress(phase, done, total)` is called while weights load and steps compile.
         `before_weights(tokenizer, limits)` is called before they are read, which may take minutes; `limits`
         are at least those of the engine, and what it raises is raised here. Raises CheckpointError,
-        AdapterError or ValueError saying which file, field or limit is wrong.
+        AdapterError or ValueError saying which file, field or limit is wrong. With `on_refused(name, error)`
+        an adapter that is refused is left out, and that is told why; what it raises is raised here.
         """
         config = EngineConfig() if config is None else config
         if not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig, got {type(config).__name__}")
-        adapters = {} if adapters is None else adapters
-        check_adapters(adapters)
-        check_pinned_names(config, adapters)
+        given = {} if adapters is None else adapters
+        if not isinstance(given, Mapping):
+            raise ValueError(f"adapters must map names to PEFT folders, got {type(given).__name__}")
+        check_pinned_names(config, given)
+        adapters = without_refused(given, check_given, on_refused)
         enable_compile_cache(config.compile_cache_dir)
         resolved = resolve_model(model, config.load_format)
         model_config = load_model_config(resolved)
         mesh = make_mesh(config.tensor_parallel_size)
         layout = PageLayout.for_model(model_config, config.page_tokens, config.tensor_parallel_size)
-        limits = check_before_loading(model_config, config, layout, mesh, adapters)
+        limits = check_before_loading(model_config, config, layout, mesh)
+        adapters = without_refused(
+            adapters, lambda _, path: check_adapter(model_config, config, path), on_refused
+        )
         own_tokenizer = _own_tokenizer(resolved) if tokenizer is None else load_tokenizer(tokenizer)
         if before_weights is not None:
             before_weights(own_tokenizer, limits)
@@ -163,10 +171,9 @@ class Engine:
             tokenizer=own_tokenizer,
             model_name=resolved.name,
         )
-        for done, (name, path) in enumerate(adapters.items(), 1):
-            (engine.register_adapter if config.lazy_adapters else engine.load_adapter)(name, path)
-            if progress is not None:
-                progress("loading adapters", done, len(adapters))
+        tell = functools.partial(progress or (lambda *_: None), "loading adapters")
+        engine._registry.begin_with(adapters, lazy=config.lazy_adapters, told=tell, on_refused=on_refused)
+        engine.num_refused = len(given) - len(engine._adapters)
         for name in config.pinned_adapters:
             engine.pin_adapter(name)
         if config.warmup:
@@ -371,6 +378,7 @@ class Engine:
             last_step_seconds=loop.last_step_seconds,
             last_step_tokens=loop.last_step_tokens,
             loading=self._loader.stats(),
+            adapters_refused=self.num_refused,
         )
 
     @property

@@ -162,6 +162,9 @@ class LoadStats:
     read_seconds: float = 0.0  # counter, over reads that have ended, well or not
     copy_seconds: float = 0.0  # counter, over loads: from the begin of the copy until a step finds it done
     cancelled: int = 0  # counter: reads stopped, pages given back before their copy: nobody needed them
+    guesses: int = 0  # counter: loads begun though no request asked for their adapters
+    guesses_useful: int = 0  # counter: guesses whose adapter a sequence ran on before it was lost
+    guesses_wasted: int = 0  # counter: guesses lost unused: evicted, cancelled, failed or unloaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +201,7 @@ class EngineStats:
     last_step_seconds: float
     last_step_tokens: int
     loading: LoadStats = LoadStats()
+    adapters_refused: int = 0  # that the start left out
 
     def without_load(self) -> EngineStats:
         """The same counters where every request has ended at once and nothing is loaded any more: nobody runs

@@ -137,8 +137,7 @@ class StepLoop:
             self._loader.settle()
             self._fail_loads()
             plan = self._scheduler.schedule()
-            if self._config.adapter_prefetch:
-                self._prefetch()
+            self._scheduler.guess()
             left = until - time.monotonic()
             idle = self._in_flight is None and not self._outbox.ready and self._requests
             if plan or not idle or left <= 0:
@@ -261,14 +260,6 @@ class StepLoop:
             for request in [r for r in self._requests.values() if r.adapter is adapter]:
                 self._requests.end(request, "error", reason)
         return bool(failures)
-
-    def _prefetch(self) -> None:
-        """Load an adapter that will probably be asked for, into pages above the watermark that are free."""
-        pool = self._reclaim.pool
-        floor = int(self._config.prefetch_watermark * pool.usable_for("adapter"))
-        guess = self._loader.prefetch(pool.free_for("adapter") - floor)
-        if guess is not None:
-            self._scheduler.waiting.came_near(guess)
 
     def _launch(self, plan: StepPlan) -> tuple[InFlight | None, bool]:
         """Launch a plan, unless it is empty; whether its shape was compiled first."""

@@ -34,6 +34,14 @@ SAMPLING_HELP: Mapping[str, str] = {  # a field of SamplingParams -> its help te
 }
 
 _METAVARS: Mapping[Any, str] = {int: "N", float: "X", str: "TEXT"}
+_NAMED = re.compile(
+    r"""(?<!\w)(?P<quote>["']).*?(?<!\\)(?P=quote)(?!\w)  # a path, a prompt, a value
+    | (?P<none>\ or\ None|\ in\ EngineConfig)\b
+    | \bleave\ (?P<left>\w+)\ None\b
+    | ^(?P<first>[a-z_]+)(?=\ (?:must|may)\ )
+    | (?<![\w/.'"-])(?P<field>[a-z]+(?:_[a-z]+)+)(?![\w/'"-]|\.\w)""",
+    re.VERBOSE,
+)
 _UNITS: Mapping[str, int] = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -72,6 +80,27 @@ def from_flags[T](cls: type[T], args: argparse.Namespace, skip: Collection[str] 
             _check_given_once(name, value)
             values[name] = tuple(value) if typing.get_origin(hints[name]) is tuple else dict(value)
     return cls(**values)
+
+
+def in_flags(text: str, flags: Collection[str]) -> str:
+    """A message of the library with the fields that a command's flags set named as these: `max_batch_size`
+    as `--max-batch-size`. `flags` are their names in the parsed arguments.
+
+    What is None there is left out here. A field of one word (`seed`) is told from prose where a message
+    begins with it. What is quoted is the user's, and left as it is.
+    """
+
+    def flag(name: str) -> str:
+        return "--" + name.replace("_", "-") if name in flags else name
+
+    def replaced(found: re.Match[str]) -> str:
+        if found["none"]:
+            return ""
+        if found["left"]:
+            return f"leave {flag(found['left'])} out"
+        return flag(found["first"] or found["field"] or found[0])
+
+    return _NAMED.sub(replaced, re.sub(r"^(?:EngineConfig|ServerConfig): ", "", text))
 
 
 def _check_given_once(name: str, values: list[Any]) -> None:

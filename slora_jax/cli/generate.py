@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from slora_jax.cli.flags import (
     SAMPLING_SKIP,
     add_flags,
     from_flags,
+    in_flags,
     name_and_path,
     unique_adapters,
 )
@@ -29,13 +31,15 @@ from slora_jax.cli.prompts import (
 )
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
-from slora_jax.errors import LimitExceededError, PromptError
+from slora_jax.errors import LimitExceededError, PromptError, printable
 from slora_jax.outputs import FinishReason, StreamEvent, TokenLogprobs
 from slora_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slora_jax.intake import RequestLimits
     from slora_jax.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _EXAMPLES = """examples:
   slora-jax generate ./Llama-3.2-1B-Instruct --chat --prompt "What is a mesh?" --stream
@@ -89,6 +93,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder whose sub-folders are adapters of their names; --lazy-adapters suits many",
     )
     parser.add_argument(
+        "--strict-adapters",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="do not start where an adapter of --adapters-dir is refused; else the log says why, and the "
+        "others are served",
+    )
+    parser.add_argument(
         "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
     )
 
@@ -96,13 +107,49 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def model_adapters(args: argparse.Namespace) -> dict[str, str]:
     """The adapters that `add_model_arguments` names; raises ValueError or OSError where they are wrong."""
     from slora_jax.lora.peft_folder import find_adapters
-    from slora_jax.lora.registry import check_adapters
+    from slora_jax.lora.registry import check_given
 
     found = find_adapters(args.adapters_dir) if args.adapters_dir else {}
     pairs = [*(args.adapters or ()), *((name, str(path)) for name, path in found.items())]
-    adapters = unique_adapters(pairs)
-    check_adapters(adapters)
-    return adapters
+    for name, path in unique_adapters(args.adapters).items():
+        check_given(name, path)
+    return unique_adapters(pairs)
+
+
+class Refusals:
+    """Takes the adapters of --adapters-dir that are refused: each is told in the log and left out.
+
+    Raises the error of one that `--adapters` names, a prompt asks for or that is pinned, of any with
+    --strict-adapters, and ValueError where all in the folder are refused.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, adapters: Collection[str], asked_for: Collection[str | None] = ()
+    ) -> None:
+        self._args = args
+        named = {name for name, _ in args.adapters or ()}
+        self._left = {*adapters} - named  # of the folder, not refused
+        self._needed = named | {*asked_for} | {*args.pinned_adapters}
+        self.names: list[str] = []
+
+    def __call__(self, name: str, error: Exception) -> None:
+        if self._args.strict_adapters or name in self._needed:
+            raise error
+        known = isinstance(error, ValueError | OSError)
+        text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {error}"
+        logger.error(
+            "adapter '%s' is refused, and not served: %s",
+            printable(name),
+            printable(in_flags(text, vars(self._args))),
+            exc_info=None if known else error,
+        )
+        self.names.append(name)
+        self._left.discard(name)
+        if not self._left:
+            raise ValueError(
+                f"--adapters-dir {self._args.adapters_dir}: none of its {len(self.names)} adapters can be "
+                f"served; {name!r} is refused: {text}"
+            ) from error
 
 
 @dataclasses.dataclass
@@ -152,6 +199,7 @@ def run(args: argparse.Namespace) -> int:
             tokenizer=args.tokenizer,
             progress=progress,
             before_weights=read_prompts,
+            on_refused=Refusals(args, adapters, [q.adapter_id for q in questions]),
         )
         try:
             events = engine.stream(prompts, [q.adapter_id for q in questions], params)

@@ -14,6 +14,7 @@ from typing import NoReturn
 import slora_jax
 from slora_jax.cli import adapters, convert, demo, generate, serve
 from slora_jax.cli.errors import InputError
+from slora_jax.cli.flags import in_flags
 from slora_jax.cli.output import OutputError, checked_output, tell
 from slora_jax.errors import printable
 
@@ -63,7 +64,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except InputError as error:
         if args.traceback:
             raise
-        tell(error)
+        tell(in_flags(str(error), vars(args)))
         return 2
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags
-from slora_jax.cli.generate import add_model_arguments, model_adapters
+from slora_jax.cli.generate import Refusals, add_model_arguments, model_adapters
 from slora_jax.cli.screen import LoadProgress
 from slora_jax.config import EngineConfig
 
@@ -87,20 +87,25 @@ def run(args: argparse.Namespace) -> int:
         import jax
 
         from slora_jax.engine import Engine
+        from slora_jax.lora.registry import without_refused
         from slora_jax.server.app import check_base_name
         from slora_jax.weights import resolve_model
 
+        refusals, good = Refusals(args, adapters), adapters
         if adapters:  # create_app refuses it, too, but after the weights are loaded
             own_name = server_config.served_model_name
             base_name = own_name or resolve_model(args.model, engine_config.load_format).name
-            check_base_name(base_name, adapters)
+            good = without_refused(adapters, lambda name, _: check_base_name(base_name, [name]), refusals)
         # There a step takes many seconds to compile, in which nobody is answered.
         warmup = jax.default_backend() != "cpu" if engine_config.warmup is None else engine_config.warmup
         config = dataclasses.replace(engine_config, warmup=warmup)
         with LoadProgress(Console(stderr=True)) as progress:
-            return Engine.from_pretrained(
-                args.model, adapters, config, tokenizer=args.tokenizer, progress=progress
+            engine = Engine.from_pretrained(
+                args.model, good, config, tokenizer=args.tokenizer, progress=progress, on_refused=refusals
             )
+        if refusals.names:  # one that has the base's name among them
+            engine.num_refused = len(refusals.names)
+        return engine
 
     with reading_input():  # above all a port that is taken, and what load_engine finds wrong
         run_server(load_engine, args.host, args.port, server_config, log_level=args.log_level)

@@ -6,7 +6,7 @@ and copies to the device, after which the adapter is resident (where they are ar
 into the pool is enqueued then). What fails is handed out once, by `take_failures`; the next seek tries again.
 All but the reading itself happens in the engine's thread.
 
-What nobody needs any more, neither a request nor the last guess, is cancelled: a read stops before its next
+What nobody needs any more, neither a request nor a guess, is cancelled: a read stops before its next
 tensor (one that has come to its end is kept in host memory), and pages whose copy has not begun are given
 back (`AdapterStore.release`). A copy under way is let go on, as its bytes are on the link already.
 
@@ -24,7 +24,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slora_jax.errors import AdapterError, printable, reason_without_path
 from slora_jax.lora.packing import AdapterShape, PackedAdapter
@@ -73,6 +73,14 @@ class AdapterDevice(Protocol):
     def write_adapter(self, staged: StagedCopy) -> None: ...
 
 
+class Readers(Protocol):
+    """Who reads: threads, or a simulation of them."""
+
+    def submit[T](
+        self, what: str, function: Callable[..., T], *args: Any
+    ) -> concurrent.futures.Future[T]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class _Read:
     """A read under way in a thread, begun at this monotonic time."""
@@ -118,6 +126,7 @@ class AdapterLoader:
         *,
         staging_bytes: int,
         measured: Callable[[float, float], None],
+        readers: Readers | None = None,
     ) -> None:
         self._measured = measured
         self._store, self._device, self._read = store, device, read
@@ -126,10 +135,12 @@ class AdapterLoader:
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_PACED_STEPS)
         self._most_bytes: float = staging_bytes  # that may be copied at a time
         self._bytes_on_way = self._bytes_to_begin = 0  # host bytes of _transfers; of those not begun
-        self._readers = DaemonWorkers(_READERS, "adapter-reader")
+        self._readers = readers or DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
-        self._guess: Adapter | None = None  # loaded though no request asks for it, until one asks for another
+        self._guess: Adapter | None = (
+            None  # is read though no request asks for it, until one asks for another
+        )
         # The scheduler's pass in which one found no room: those after it take none, or it might never get it.
         self._host_full_in = self._staging_full_in = -1
         self._failed: dict[int, tuple[Adapter, str]] = {}
@@ -240,6 +251,7 @@ class AdapterLoader:
                 self._store.withdraw(adapter)
             elif adapter.state == "reading" and adapter.generation not in self._reading:
                 adapter.state = "registered"
+                self._store.lose_guess(adapter)
         self._store.host.promised = sum(read.adapter.host_bytes for read in self._reading.values())
 
     def take_failures(self) -> list[tuple[Adapter, str]]:
@@ -247,10 +259,10 @@ class AdapterLoader:
         failed, self._failed = list(self._failed.values()), {}
         return failed
 
-    def prefetch(self, free_pages: int) -> Adapter | None:
+    def guess(self, free_pages: int) -> Adapter | None:
         """Where nothing is under way, and nobody lacks host memory, bring back the likeliest of recently
         evicted adapters, into at most `free_pages` pages: nothing gives way for a guess, in the pool or in
-        host memory. Returns it.
+        host memory; nor is one made again that gave way unused. Returns it.
         """
         host = self._store.host
         if self._reading or self._transfers or self._host_full_in == host.turn:
@@ -260,11 +272,14 @@ class AdapterLoader:
             for a in self._store.recently_evicted
             if not a.unloaded and a.state == "registered" and a.num_pages <= free_pages
         ]
-        self._guess = max(candidates, key=lambda a: a.usage, default=None)
-        if self._guess is not None and (self._guess.host is not None or host.free >= self._guess.host_bytes):
-            self.seek(self._guess, room=True, waits=False)
-            return self._guess
-        return None
+        guess = max(candidates, key=lambda a: a.usage, default=None)
+        if guess is None or (guess.host is None and host.free < guess.host_bytes):
+            return None
+        self._guess = guess
+        self.seek(guess, room=True, waits=False)
+        if guess.state != "reading":
+            self._guess = None
+        return guess
 
     def stats(self) -> LoadStats:
         """A snapshot for metrics."""
@@ -277,6 +292,9 @@ class AdapterLoader:
             host_misses=self._misses,
             prefetches_useful=self._store.prefetches_useful,
             prefetches_wasted=self._store.prefetches_wasted,
+            guesses=self._store.guesses,
+            guesses_useful=self._store.guesses_useful,
+            guesses_wasted=self._store.guesses_wasted,
             bytes_staged=self._bytes_staged,
             wait_seconds=self._wait_seconds,
             failures=self._failures,
@@ -336,6 +354,9 @@ class AdapterLoader:
             what, _read_again, self._read, checkpoint, adapter.name, stamp, adapter.shape
         )
         adapter.state = "reading"
+        self._store.lose_guess(adapter)  # an earlier one, whose copy in host memory was dropped
+        if adapter is self._guess:
+            self._store.begin_guess(adapter)
         self._misses += 1
         host.promised += adapter.host_bytes
         self._reading[adapter.generation] = _Read(adapter, future, time.monotonic())
@@ -343,12 +364,15 @@ class AdapterLoader:
     def _end_read(self, read: _Read) -> None:
         adapter, future = read.adapter, read.future
         del self._reading[adapter.generation]
+        if adapter is self._guess:
+            self._guess = None
         self._store.host.promised -= adapter.host_bytes
         adapter.state = "registered"
         self._read_seconds += time.monotonic() - read.since
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or isinstance(error, concurrent.futures.CancelledError):
             self._reads_cancelled += 1
+            self._store.lose_guess(adapter)
         elif adapter.freed:
             return
         elif error is None:
@@ -408,6 +432,8 @@ class AdapterLoader:
         if not self._store.reserve(adapter):
             return
         assert adapter.pages is not None
+        if adapter is self._guess:
+            self._store.begin_guess(adapter)
         self._hits += not adapter.fresh
         adapter.fresh = False
         self._transfers.append(_Transfer(adapter, adapter.pages, host))
@@ -443,6 +469,7 @@ class AdapterLoader:
         )
         adapter.waited_since = None
         adapter.ahead = False
+        self._store.lose_guess(adapter)
         self._failures += 1
         self._store.forget_eviction(adapter)
         reason = f"adapter '{adapter.name}' could not be loaded: {reason_without_path(error)}"

@@ -6,10 +6,11 @@ is `store.py`'s, how weights come from disk `reader.py`'s, and to the device `lo
 
 from __future__ import annotations
 
+import functools
 import os
 import reprlib
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from slora_jax import interrupts
 from slora_jax.checks import as_adapter_name
@@ -22,22 +23,40 @@ from slora_jax.lora.transfer import HostCopy
 from slora_jax.outputs import AdapterInfo
 from slora_jax.request import Request
 
+OnRefused = Callable[[str, Exception], None]  # is told of an adapter, and why it is refused
+
 
 def check_adapter_name(name: object) -> None:
     """Raise ValueError for what is no adapter's name, wherever it comes from."""
     as_adapter_name("an adapter's name", name)
 
 
-def check_adapters(adapters: object) -> None:
-    """Raise ValueError, which says which, where a mapping of names to PEFT folders is none; reads nothing."""
-    if not isinstance(adapters, Mapping):
-        raise ValueError(f"adapters must map names to PEFT folders, got {type(adapters).__name__}")
+def check_given(name: object, path: object) -> None:
+    """Raise ValueError, which says which, for what is no name of an adapter or no path; reads nothing."""
+    try:
+        check_adapter_name(name)
+        check_adapter_path(path)
+    except ValueError as error:
+        raise ValueError(f"adapters[{reprlib.repr(name)}] = {path!r}: {error}") from None
+
+
+def without_refused[Path](
+    adapters: Mapping[str, Path], check: Callable[[str, Path], object], on_refused: OnRefused | None
+) -> dict[str, Path]:
+    """Those that `check(name, path)` lets pass. What it raises for another is raised where `on_refused` is
+    None; else that is told, and raises what is not to be left out.
+    """
+    good = {}
     for name, path in adapters.items():
         try:
-            check_adapter_name(name)
-            check_adapter_path(path)
-        except ValueError as error:
-            raise ValueError(f"adapters[{reprlib.repr(name)}] = {path!r}: {error}") from None
+            check(name, path)
+        except Exception as error:  # whatever it is, the others can be served
+            if on_refused is None:
+                raise
+            on_refused(name, error)
+        else:
+            good[name] = path
+    return good
 
 
 class AdapterRegistry:
@@ -72,6 +91,20 @@ class AdapterRegistry:
             host = self._copies.get(packed) or self._reader.host_copy(packed.pages)
             self._copies[packed] = host
         return self.enter(name, prepared.path, packed.shape, prepared.stamp, host, replace=replace)
+
+    def begin_with(
+        self,
+        adapters: Mapping[str, str | os.PathLike[str]],
+        *,
+        lazy: bool,
+        told: Callable[[int, int], None],
+        on_refused: OnRefused | None,
+    ) -> None:
+        """Load or (`lazy`) register all but those that are refused; `told(done, total)` after each."""
+        enter = functools.partial(self.register if lazy else self.load, replace=False)
+        for done, (name, path) in enumerate(adapters.items(), 1):
+            without_refused({name: path}, enter, on_refused)
+            told(done, len(adapters))
 
     def register(self, name: str, path: str | os.PathLike[str], *, replace: bool) -> AdapterInfo:
         """Register an adapter whose weights are read when a request first needs them."""

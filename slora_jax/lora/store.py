@@ -51,6 +51,7 @@ class Adapter:
     freed: bool = False  # unloaded and drained
     fresh: bool = False  # the host copy was read for a load that has no pages yet
     ahead: bool = False  # the load under way, or done and not used yet, is a prefetch
+    guessed: bool = False  # and one that no request had asked for as it began
     last_sought: int = -1  # the host cache's turn
     waited_since: float | None = None  # monotonic time since when a request waits for nothing else
     usage: float = -math.inf  # of Reclaimer
@@ -113,6 +114,7 @@ class AdapterStore:
         self._generations = itertools.count(1)
         self.prefetches_useful = 0
         self.prefetches_wasted = 0
+        self.guesses = self.guesses_useful = self.guesses_wasted = 0
         self.reservations_cancelled = 0
         reclaim.add(self)
 
@@ -205,7 +207,8 @@ class AdapterStore:
         self._set_idle(adapter)
         self._reclaim.used(adapter)
         self.prefetches_useful += adapter.ahead
-        adapter.ahead = False
+        self.guesses_useful += adapter.guessed
+        adapter.ahead = adapter.guessed = False
 
     def end_use(self, adapter: Adapter) -> None:
         """A sequence runs on its pages no longer."""
@@ -286,6 +289,16 @@ class AdapterStore:
         """Do not count it among the recently evicted ones any more."""
         self._evicted.pop(adapter.generation, None)
 
+    def begin_guess(self, adapter: Adapter) -> None:
+        """It is read or staged though no request asks for it: a guess, until it is used or lost."""
+        self.guesses += not adapter.guessed
+        adapter.guessed = True
+
+    def lose_guess(self, adapter: Adapter) -> None:
+        """What was loaded of it, if that was a guess, is gone, and no sequence has run on it."""
+        self.guesses_wasted += adapter.guessed
+        adapter.guessed = False
+
     def reserve(self, adapter: Adapter) -> bool:
         """Give an absent adapter pages, evicting others where needed: it is *staged*. False: no room."""
         assert adapter.pages is None
@@ -314,6 +327,8 @@ class AdapterStore:
         if adapter.copy is not None:
             adapter.copy.leave_pages()
             adapter.copy = None
+        if adapter.guessed:
+            self.forget_eviction(adapter)  # as in _evict
         self._staged.pop(adapter.generation, None)
         self._give_back(adapter)
 
@@ -372,6 +387,8 @@ class AdapterStore:
             assert held.keys() <= known, "an adapter that is not registered is kept"
         pages = sum(a.num_pages for a in self._idle)
         assert self._idle_pages == pages, f"{self._idle_pages} idle pages are counted, not {pages}"
+        open_guesses = self.guesses - self.guesses_useful - self.guesses_wasted
+        assert open_guesses == sum(a.guessed for a in self), f"{open_guesses} guesses are counted as open"
         self.host.check_integrity(self)
 
     def _is_spare(self, adapter: Adapter) -> bool:
@@ -390,10 +407,13 @@ class AdapterStore:
         self._idle_pages += adapter.num_pages if idle else -adapter.num_pages
 
     def _evict(self, adapter: Adapter) -> None:
+        unused_guess = adapter.guessed
         del self._resident[adapter.generation]
         self._sought.pop(adapter.generation, None)
         self._give_back(adapter)
         self._set_idle(adapter)
+        if unused_guess:
+            return  # it is no likelier than it was: copied again and again, it would keep the link busy
         self._evicted[adapter.generation] = adapter
         if len(self._evicted) > _RECENT:
             del self._evicted[next(iter(self._evicted))]
@@ -404,6 +424,7 @@ class AdapterStore:
         adapter.pages, adapter.state = None, "registered"
         self.prefetches_wasted += adapter.ahead
         adapter.ahead = False
+        self.lose_guess(adapter)
 
     def _free_if_drained(self, adapter: Adapter) -> None:
         if not adapter.unloaded or adapter.users or adapter.in_use or adapter.freed:
@@ -413,6 +434,7 @@ class AdapterStore:
         elif adapter.state == "resident":
             self._evict(adapter)
         self._evicted.pop(adapter.generation, None)
+        self.lose_guess(adapter)
         self.host.drop(adapter)
         adapter.freed = True
         del self._draining[adapter.generation]

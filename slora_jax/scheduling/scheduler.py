@@ -90,6 +90,7 @@ class SchedulerLimits:
     prefill_delay_steps: int
     lookahead: int  # waiting sequences whose adapters are loaded before their turn
     one_adapter: bool = False  # in the batch, at a time
+    guess_watermark: float = 1.0  # share of the pool that guesses leave free; with 1.0 there are none
 
     @classmethod
     def of(
@@ -108,6 +109,7 @@ class SchedulerLimits:
             prefill_delay_steps=config.prefill_delay_steps,
             lookahead=max(1, config.adapter_prefetch),
             one_adapter=config.lora_mode == "merge",
+            guess_watermark=config.prefetch_watermark if config.adapter_prefetch else 1.0,
         )
 
 
@@ -155,6 +157,13 @@ class Scheduler:
         if self.waiting:
             self._admit_waiting(plan, longer, delayed)
         return self._commit(plan)
+
+    def guess(self) -> None:
+        """Load an adapter that will probably be asked for, into pages above the watermark that are free."""
+        floor = int(self._limits.guess_watermark * self._pool.usable_for("adapter"))
+        guess = self._loader.guess(self._pool.free_for("adapter") - floor)
+        if guess is not None:
+            self.waiting.came_near(guess)
 
     def finish(self, sequence: Sequence) -> None:
         """Give back what a sequence holds; it is never scheduled again."""

@@ -13,6 +13,7 @@ from slora_jax.cli.flags import (
     SAMPLING_SKIP,
     add_flags,
     from_flags,
+    in_flags,
     name_and_path,
     unique_adapters,
 )
@@ -167,3 +168,51 @@ def test_adapters_are_names_and_paths() -> None:
     for text in ("sql", "=path", "sql="):
         with pytest.raises(argparse.ArgumentTypeError, match="NAME=PATH"):
             name_and_path(text)
+
+
+def _wrong_values() -> dict[str, list[str]]:
+    """For fields of EngineConfig that refuse a value that the parser takes, a command line that gives it."""
+    own = {
+        "pinned_adapters": "a,b",
+        "scheduling_policy": "lifo",
+        "tenant_weights": "acme=0",
+        "tenant_limits": "acme=max-queue:0",
+        "adapter_limits": "a,b=max-queue:1",
+        "adapter_slots": "2",  # beside unified memory
+    }
+    wrong = {}
+    for field in dataclasses.fields(EngineConfig):
+        if field.name in own or field.metadata.get("limits") is not None:
+            value = own.get(field.name, "0" if field.name.endswith("_bytes") else "-7")
+            wrong[field.name] = [f"--{field.name.replace('_', '-')}={value}"]
+    return wrong
+
+
+@pytest.mark.parametrize("field", _wrong_values())
+def test_a_wrong_value_is_told_by_the_flag_that_gave_it(field: str) -> None:
+    flags = _wrong_values()[field]
+    args = _parser(EngineConfig).parse_args(flags)
+    with pytest.raises(ValueError, match=field) as caught:
+        from_flags(EngineConfig, args)
+    told = in_flags(str(caught.value), vars(args))
+    assert flags[0].partition("=")[0] in told
+    assert not [name for name in vars(args) if "_" in name and name in told]
+    assert "EngineConfig" not in told
+    assert "None" not in told or field == "adapter_slots"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("EngineConfig: seed must be in [0, 1], got 2", "--seed must be in [0, 1], got 2"),
+        ("raise num_pages or leave it None.", "raise --num-pages or leave it out."),
+        ("lower num_pages, or leave num_pages None", "lower --num-pages, or leave --num-pages out"),
+        ("the engine's num_pages, adapters' num_pages", "the engine's --num-pages, adapters' --num-pages"),
+        ("--prompt 'say num_pages': num_pages 3", "--prompt 'say num_pages': --num-pages 3"),
+        ('line 1: {"num_pages": 1}, "num_pages or None"', 'line 1: {"num_pages": 1}, "num_pages or None"'),
+        ("/m/num_pages/x: num_pages.json, num_pages_2", "/m/num_pages/x: num_pages.json, num_pages_2"),
+        ("the seed of target_modules", "the seed of target_modules"),
+    ],
+)  # fmt: skip
+def test_only_the_fields_of_flags_are_named_as_flags(text: str, told: str) -> None:
+    assert in_flags(text, {"num_pages", "seed"}) == told

@@ -265,8 +265,8 @@ def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPat
     ("arguments", "message"),
     [
         ("generate MODEL", "give at least one --prompt"),
-        ("generate MODEL --prompt x --top-p 2", "top_p must be in (0, 1], got 2.0"),
-        ("generate MODEL --prompt x --max-batch-size 0", "max_batch_size must be in [1, 1048576], got 0"),
+        ("generate MODEL --prompt x --top-p 2", "--top-p must be in (0, 1], got 2.0"),
+        ("generate MODEL --prompt x --max-batch-size 0", "--max-batch-size must be in [1, 1048576], got 0"),
         ("generate MODEL --prompt-for a x", "add --adapter a=PATH"),
         ("generate MODEL --prompt x --adapter a=1 a=2", "adapter 'a' is given twice"),
         ("generate MODEL --prompt x --adapter a", "expected NAME=PATH, got 'a'"),
@@ -282,13 +282,13 @@ def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPat
         ("convert MODEL /proc/x --load-format dummy", "/proc/x: the result cannot be written there"),
         (
             "generate MODEL --prompt x --compile-cache-dir /dev/null",
-            "compile_cache_dir '/dev/null' cannot be",
+            "--compile-cache-dir '/dev/null' cannot be",
         ),
-        ("generate MODEL --prompt x --load-format dummy --num-pages 100000000000", "lower num_pages"),
-        ("generate MODEL --prompt x --max-model-len 1", "max_model_len must be at least 2 or None, got 1"),
-        ("serve MODEL --drain-seconds nan", "drain_seconds must be in [0, 1e+09], got nan"),
+        ("generate MODEL --prompt x --load-format dummy --num-pages 100000000000", "lower --num-pages"),
+        ("generate MODEL --prompt x --max-model-len 1", "--max-model-len must be at least 2, got 1"),
+        ("serve MODEL --drain-seconds nan", "--drain-seconds must be in [0, 1e+09], got nan"),
         ("serve MODEL --adapters a,b=./x", "adapters['a,b'] = './x': an adapter's name must have"),
-        ("serve MODEL --api-key k --admin-api-key k", "admin_api_key must differ"),
+        ("serve MODEL --api-key k --admin-api-key k", "--admin-api-key must differ from --api-key"),
         ("demo --adapters-dir ./nowhere", "no adapter folders in nowhere"),
     ],
 )
@@ -310,27 +310,30 @@ def test_a_mistake_is_told_in_one_line(
     [
         (
             "serve MODEL --adapters q=ADAPTER --pinned-adapters q --pinned-adapters typo",
-            "(--pinned-adapters) names 'typo', which is not among the adapters given: q",
+            "--pinned-adapters names 'typo', which is not among the adapters given: q",
         ),
         ("generate MODEL --prompt x --pinned-adapters q", "'q', which is not among the adapters given: none"),
         ("serve MODEL --adapters q=./nowhere", "no adapter at 'nowhere'"),
         ("serve MODEL --adapters q=./nowhere --lazy-adapters", "no adapter at 'nowhere'"),
         ("serve MODEL --adapters q=MODEL --lazy-adapters", "adapter_model.safetensors is missing"),
         ("generate MODEL --prompt x --adapter q=WEIGHTS --lazy-adapters", "adapter_config.json is missing"),
-        ("serve MODEL --adapters q=ADAPTER --max-lora-rank 3", "rank 4 is above max_lora_rank 3"),
+        (
+            "serve MODEL --adapters q=ADAPTER --max-lora-rank 3",
+            "rank 4 is above --max-lora-rank 3; raise it (at most",
+        ),
         ("serve MODEL --adapters q=ADAPTER --served-model-name q", "adapter 'q' has the name of the base"),
         ("serve MODEL --adapters NAME=ADAPTER", "' has the name of the base model"),
         ("serve MODEL --tokenizer ./nowhere", "nowhere: no tokenizer here (no such path)"),
-        ("serve MODEL --kernel-backend mosaic", "kernel_backend 'mosaic' needs a Hopper GPU"),
-        ("serve MODEL --max-model-len 100000", "max_model_len 100000 is above the model's"),
-        ("serve MODEL --num-pages 3 --max-model-len 64", "max_model_len 64 does not fit"),
-        ("serve MODEL --num-pages 100000000000", "lower num_pages"),
-        ("serve MODEL --pool-bytes 100", "raise pool_bytes"),
-        ("serve MODEL --no-unified-memory --adapter-slots 9 --num-pages 64", "lower adapter_slots"),
-        ("generate MODEL --prompt x --logprobs 30", "logprobs 30 is above the engine's max_logprobs 20"),
+        ("serve MODEL --kernel-backend mosaic", "--kernel-backend 'mosaic' needs a Hopper GPU"),
+        ("serve MODEL --max-model-len 100000", "--max-model-len 100000 is above the model's"),
+        ("serve MODEL --num-pages 3 --max-model-len 64", "--max-model-len 64 does not fit"),
+        ("serve MODEL --num-pages 100000000000", "lower --num-pages"),
+        ("serve MODEL --pool-bytes 100", "raise --pool-bytes"),
+        ("serve MODEL --no-unified-memory --adapter-slots 9 --num-pages 64", "lower --adapter-slots"),
+        ("generate MODEL --prompt x --logprobs 30", "logprobs 30 is above the engine's --max-logprobs 20"),
         ("generate MODEL --prompt x --temperature warm", "--temperature: invalid float value: 'warm'"),
-        ("generate MODEL --prompt x --stop-token-ids 9999", "stop_token_ids names token 9999"),
-        ("generate MODEL --prompt x --logit-bias 9999=1", "logit_bias names token 9999"),
+        ("generate MODEL --prompt x --stop-token-ids 9999", "--stop-token-ids names token 9999"),
+        ("generate MODEL --prompt x --logit-bias 9999=1", "--logit-bias names token 9999"),
         ("generate MODEL --prompt x --stop x", "stop strings need a tokenizer, and this model has none"),
         ("generate MODEL --prompt x", "--prompt 'x': this model has no tokenizer"),
         ("generate MODEL --prompt x --chat", "--prompt 'x': a chat needs a tokenizer"),
@@ -419,3 +422,75 @@ def test_smollm2_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         smollm2.find_gguf()
     (tmp_path / "model.gguf").touch()
     assert smollm2.find_gguf() == tmp_path / "model.gguf"
+
+
+def folder_with_bad_ones(adapters: Path, folder: Path) -> Path:
+    """Two good adapters; one of a rank that is too high, one cut short, one whose name none can have."""
+    shutil.copytree(adapters, folder)
+    write_peft_adapter(folder / "big", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 12})
+    (shutil.copytree(adapters / "mlp", folder / "cut") / "adapter_model.safetensors").write_bytes(b"?")
+    shutil.copytree(adapters / "mlp", folder / "a,b")
+    return folder
+
+
+BAD = {  # of that folder, with a max_lora_rank of 9
+    "a,b": "adapters['a,b'] = '{folder}/a,b': an adapter's name must have 1 to 256 printable",
+    "big": "{folder}/big/adapter_config.json: field 'rank_pattern['q_proj']': rank 12 is above --max-lora",
+    "cut": "{folder}/cut/adapter_model.safetensors: corrupt or cut short",
+}
+
+
+def test_bad_adapters_of_a_folder_are_told_and_left_out(
+    talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    folder = folder_with_bad_ones(adapters, tmp_path / "many")
+    command = ["generate", str(talking_model), *ENGINE, "--max-tokens", "4", "--max-lora-rank", "9"]
+    command += ["--adapters-dir", str(folder), "--prompt-for", "mlp", "Hi"]
+    code, out, err = run_command(*command, capsys=capsys)
+    assert (code, bool(out), "Traceback" in err) == (0, True, False)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == 3
+    for name, reason in BAD.items():
+        start = f"adapter '{name}' is refused, and not served: {reason.format(folder=folder)}"
+        assert [line for line in told if line.startswith(start) and "\n" not in line], (start, told)
+
+    caplog.clear()
+    assert run_command(*command, "--lazy-adapters", "--json", capsys=capsys)[0] == 0
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [line.split("'")[1] for line in told] == ["a,b", "big"]  # what is read later is refused later
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--strict-adapters"], ["--prompt-for", "big", "Hi"], ["--pinned-adapters", "big"], ["--adapter"]],
+    ids=str,
+)
+def test_a_bad_adapter_of_a_folder_that_is_needed_is_an_error(
+    more: list[str], talking_model: Path, adapters: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("slora_jax.engine.load_checkpoint", lambda *_, **__: pytest.fail("weights are read"))
+    folder = folder_with_bad_ones(adapters, tmp_path / "many")
+    shutil.rmtree(folder / "a,b")
+    if more == ["--adapter"]:
+        shutil.move(folder / "big", tmp_path)
+        more = ["--adapter", f"big={tmp_path / 'big'}"]
+    command = ["generate", str(talking_model), *ENGINE, "--max-lora-rank", "9", "--prompt", "Hi"]
+    code, _, err = run_command(*command, "--adapters-dir", str(folder), *more, capsys=capsys)
+    assert code == 2
+    assert "rank 12 is above --max-lora-rank 9" in err.splitlines()[-1]
+
+
+def test_a_folder_of_bad_adapters_alone_is_an_error(
+    talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_with_bad_ones(adapters, tmp_path / "many")
+    for name in ("attention", "mlp"):
+        shutil.move(folder / name, tmp_path)
+    named = ["--adapter", f"good={tmp_path / 'mlp'}"]
+    command = ["generate", str(talking_model), *ENGINE, "--max-lora-rank", "9", "--prompt", "Hi", *named]
+    code, _, err = run_command(*command, "--adapters-dir", str(folder), capsys=capsys)
+    assert code == 2
+    last = err.splitlines()[-1]
+    assert f"--adapters-dir {folder}: none of its 3 adapters can be served; 'cut' is refused: " in last

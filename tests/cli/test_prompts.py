@@ -73,9 +73,12 @@ def stdin(data: bytes) -> io.TextIOWrapper:
         ('{"prompt": [-1]}', "field 'prompt': prompt token 0 is -1; token ids are integers in [0, "),
         (
             '{"prompt": [' + "1, " * 19 + "1]}",
-            "field 'prompt': the prompt has 20 tokens; .* (max_model_len 20)",
+            "field 'prompt': the prompt has 20 tokens; .* (--max-model-len 20)",
         ),
-        ('{"prompt": "' + "x" * 20 + '"}', "field 'prompt': the prompt has 20 tokens; .* (max_model_len 20)"),
+        (
+            '{"prompt": "' + "x" * 20 + '"}',
+            "field 'prompt': the prompt has 20 tokens; .* (--max-model-len 20)",
+        ),
         ('{"prompt": "\\ud800"}', "field 'prompt': text must be a string of valid Unicode"),
     ],
     ids=lambda value: value[:30],

@@ -79,4 +79,23 @@ def test_an_empty_key_is_refused_and_never_an_open_server(
     else:
         monkeypatch.setenv(f"SLORA_{key.upper()}", "")
     assert main(["serve", "somewhere", *flags]) != 0
-    assert f"{key} must not be empty" in " ".join(capsys.readouterr().err.split())
+    assert f"--{key.replace('_', '-')} must not be empty; leave it out" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_server_leaves_out_bad_adapters_of_a_folder_and_counts_them(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig.from_hf(TINY_CONFIG)
+    for name, rank in (("good", 4), ("big", 12), (tiny_model_dir.name, 4)):
+        write_peft_adapter(tmp_path / name, config, {"q_proj": rank})
+    engines: list[Engine] = []
+    monkeypatch.setattr("slora_jax.server.serve.run_server", lambda load, *_, **__: engines.append(load()))
+    command = ["serve", str(tiny_model_dir), "--load-format", "dummy", "--dtype", "float32"]
+    command += ["--num-pages", "64", "--max-batch-size", "2", "--max-lora-rank", "9"]
+    command += ["--adapters-dir", str(tmp_path)]
+    assert main(command) == 0
+    assert [info.name for info in engines[0].adapters()] == ["good"]  # one would hide the base
+    assert engines[0].stats().adapters_refused == 2
+    assert main([*command, "--strict-adapters"]) == 2

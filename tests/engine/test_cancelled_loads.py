@@ -202,6 +202,7 @@ def test_a_guess_is_given_up_for_what_a_request_needs() -> None:
     gate.let_on(TENSORS)  # of a guess that is made anew
     assert tokens(bench.run()[request]) == want([4], 8, 6)
     assert bench.engine.stats().loading.failures == 0
+    assert bench.engine.stats().loading.guesses_wasted >= 1
 
 
 def test_a_guess_goes_on_beside_requests_that_have_what_they_need() -> None:
@@ -219,6 +220,24 @@ def test_a_guess_that_is_unloaded_is_not_read_on() -> None:
     gate.let_on(TENSORS)
     until(lambda: not bench.engine.stats().loading.reading, bench)
     assert (gate.passed, bench.engine.stats().loading.cancelled) == (1, 1)
+    assert (bench.engine.stats().loading.guesses, bench.engine.stats().loading.guesses_wasted) == (1, 1)
+
+
+def test_what_was_guessed_once_is_not_read_on_for_a_request_that_left() -> None:
+    bench, gate = guessing_bench()
+    gate.let_on(TENSORS)
+    until(lambda: bench.engine.stats().adapters_resident == 1, bench)
+    bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))  # needs every page
+    bench.run()
+    bench.engine._adapters.host.drop(bench.engine._adapters.get("a"))
+    passed = gate.passed
+    gone = bench.engine.add_request([4], "a", GREEDY)
+    bench.engine.step()
+    until(lambda: gate.passed == passed + 1)
+    bench.engine.abort(gone)
+    gate.let_on(TENSORS)
+    until(lambda: not bench.engine.stats().loading.reading, bench)
+    assert (gate.passed, bench.engine.stats().loading.cancelled) == (passed + 1, 1)
 
 
 @pytest.mark.parametrize("unloaded", [False, True])

@@ -92,10 +92,13 @@ def test_names_in_the_config_are_pinned_from_the_start(tiny_model_dir: Path, tmp
         return Engine.from_pretrained(tiny_model_dir, folders, config)
 
     assert {a.name: a.pinned for a in start("b").adapters()} == {"a": False, "b": True}
-    with pytest.raises(UnknownAdapterError, match=r"pinned_adapters .* names 'c', .*: a, b"):
+    with pytest.raises(UnknownAdapterError, match=r"pinned_adapters names 'c', .*: a, b"):
         start("b", "c")
     with pytest.raises(ValueError, match="pinned_adapters must be a list of adapters' names, got 'b'"):
         EngineConfig(pinned_adapters="b")  # type: ignore[arg-type]
+    for name in ("", "a,b", " a", "a\n", "x" * 257):
+        with pytest.raises(ValueError, match="a name in pinned_adapters must have 1 to 256 printable"):
+            EngineConfig(pinned_adapters=("a", name))
 
 
 def test_pins_leave_room_for_every_request_that_was_accepted() -> None:

@@ -113,3 +113,76 @@ def test_cluster_prefers_an_adapter_that_is_loaded_on_a_guess() -> None:
     with contextlib.closing(bench.engine._scheduler.waiting.candidates()) as candidates:
         assert [s.request.request_id for s in candidates] == [following, first, second]
     assert running in bench.run()
+
+
+def guesses(bench: Bench) -> tuple[int, int, int]:
+    """Those begun, those used, those lost."""
+    loading = bench.engine.stats().loading
+    return loading.guesses, loading.guesses_useful, loading.guesses_wasted
+
+
+def guessed_bench(*, keep_host: bool = True) -> Bench:
+    """A bench whose adapter "a" gave way, and which guesses it back in its next steps."""
+    bench = Bench(num_pages=30, max_batch_size=2, max_step_tokens=32, enable_prefix_caching=False)
+    bench.register("a", 7)
+    bench.engine.add_request([4], "a", GREEDY)
+    bench.run()
+    bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))  # needs every page
+    bench.run()
+    assert guesses(bench) == (0, 0, 0)
+    if not keep_host:
+        bench.engine._adapters.host.drop(bench.engine._adapters.get("a"))
+    return bench
+
+
+@pytest.mark.parametrize("keep_host", [True, False])
+def test_a_guess_is_useful_once_a_sequence_runs_on_it(keep_host: bool) -> None:
+    bench = guessed_bench(keep_host=keep_host)
+    bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
+    bench.run()
+    assert guesses(bench) == (1, 0, 0)
+    bench.engine.abort(bench.engine.add_request([4], "a", GREEDY))  # which never ran on it
+    assert guesses(bench) == (1, 0, 0)
+    for _ in range(2):
+        bench.engine.add_request([4], "a", GREEDY)
+        bench.run()
+        assert guesses(bench) == (1, 1, 0)
+
+
+def test_a_guess_that_gives_way_is_not_made_again_until_a_request_has_used_its_adapter() -> None:
+    bench = guessed_bench()
+
+    def guesses_after(*prompts: tuple[list[int], str | None, int]) -> tuple[int, int, int]:
+        for prompt, name, max_tokens in prompts:
+            bench.engine.add_request(prompt, name, SamplingParams(max_tokens=max_tokens))
+            bench.run()
+        return guesses(bench)
+
+    small, all_pages = ([4], None, 12), ([4] * 60, None, 56)
+    assert guesses_after(small) == (1, 0, 0)
+    assert guesses_after(all_pages, small, all_pages, small) == (1, 0, 1)
+    assert guesses_after(([4], "a", 6), all_pages, small) == (2, 0, 1)
+
+
+def test_a_guess_that_is_unloaded_was_wasted() -> None:
+    bench = guessed_bench()
+    bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
+    bench.run()
+    bench.register("a", 8)  # in its place
+    assert guesses(bench) == (1, 0, 1)
+    bench.engine.check_integrity()
+
+
+@pytest.mark.parametrize("fails", ["read", "copy"])
+def test_a_guess_that_fails_was_wasted_and_is_not_made_again(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = guessed_bench(keep_host=fails == "copy")
+    if fails == "read":
+        del bench.disk.folders["/disk/7"]
+    else:
+        monkeypatch.setattr(bench.engine._runner, "stage_adapters", lambda *_: 1 / 0)
+    bench.engine.add_request([4], None, SamplingParams(max_tokens=12))
+    bench.run()
+    assert guesses(bench) == (1, 0, 1)
+    assert bench.engine.stats().loading.failures == 1

@@ -328,7 +328,8 @@ class FakeEngine:
             requests_failed=0,
             last_step_seconds=self.step_seconds,
             last_step_tokens=len(running),
-            loading=LoadStats(1, 2, 300, 4, 5, 6, 7, 800, 0.9, 10, 1.1, 1.2, 13),
+            loading=LoadStats(1, 2, 300, 4, 5, 6, 7, 800, 0.9, 10, 1.1, 1.2, 13, 30, 14, 15),
+            adapters_refused=16,
         )
 
 

@@ -25,7 +25,7 @@ def test_every_case_has_a_name_of_its_own_and_none_is_a_variant() -> None:
         "lora_prefill",
         "paged_decode_attention",
         "prefill_attention",
-        "kv_write",
+        "rope_kv_write",
         "sampling",
     }
 

@@ -104,10 +104,12 @@ def test_a_token_that_cannot_be_drawn_is_refused(
 def test_only_the_cases_asked_for_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["bench_kernels", "--list", "--only", "sampling", "--only", "kv_write"])
+    monkeypatch.setattr(
+        "sys.argv", ["bench_kernels", "--list", "--only", "sampling", "--only", "rope_kv_write"]
+    )
     assert bench_kernels.main() == 0
     assert capsys.readouterr().out.splitlines() == [
-        case.name for case in DEFAULT_CASES if case.bench in ("sampling", "kv_write")
+        case.name for case in DEFAULT_CASES if case.bench in ("sampling", "rope_kv_write")
     ]
 
 

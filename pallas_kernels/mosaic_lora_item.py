@@ -44,9 +44,7 @@ class LoraConfig:
     # Of tiles:
     tile_split: int | None = None  # parts of each tile: 1, 2, 4 or 8, instead of as many as fill the SMs
     shrink_blocks: int = 1  # thread blocks of an SM: 1 or 2
-    expand_blocks: int = 2
     reads_y: bool = True  # whether sums with y are formed in shared memory where no other item adds to it
-    ahead: int = 0  # otherwise: so many turns before the TMA adds to y, y is on its way to the L2
     sms: int = 132  # of an H100 or H200
 
     @property

@@ -32,6 +32,7 @@ from slora_jax.pallas_kernels.mosaic_lora_tiles import Units, shrink_units
 from slora_jax.pallas_kernels.xla_lora import RANK_BLOCK
 
 STAGES, BUFFERS = 2, 3  # of B; of y or what is added to it
+BLOCKS_OF_SM = 2
 SUMMANDS = 4  # of h loaded at once, as registers hold them
 
 
@@ -97,7 +98,7 @@ class _Expand:
         """y += h B of a tile's part."""
         config, item = self.config, unit.item
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the unit before
-        for n in range(BUFFERS - 1 if config.reads_y else config.ahead):
+        for n in range(BUFFERS - 1 if config.reads_y else 0):
             self.fetch(unit, jnp.int32(n))
 
         def clear() -> None:
@@ -134,14 +135,10 @@ class _Expand:
         return self.y.at[pl.ds(unit.item.row, TILE), pl.ds(turn.column, self.width)]
 
     def fetch(self, unit: _Unit, number: jax.Array) -> None:
-        """Have a turn's window of y copied to shared memory, or to the L2."""
+        """Start copying a turn's window of y to shared memory."""
         turn = unit.turn(number)
-        window = self.window(unit, turn)
-        if not self.config.reads_y:
-            pl.when(turn.exists)(lambda: plgpu.async_prefetch(window))
-            return
         buffer = lax.rem(number, BUFFERS)
-        target, barrier = self.d_s.at[buffer], self.y_bars.at[buffer]
+        window, target, barrier = self.window(unit, turn), self.d_s.at[buffer], self.y_bars.at[buffer]
         pl.when(turn.exists & unit.is_read(turn))(lambda: plgpu.copy_gmem_to_smem(window, target, barrier))
 
     def turn(self, unit: _Unit, turn: _Turn) -> None:
@@ -169,12 +166,11 @@ class _Expand:
 
     def make_room(self, unit: _Unit, turn: _Turn) -> None:
         """Wait until what is overwritten next has left shared memory."""
-        config = self.config
-        plgpu.wait_smem_to_gmem(0 if config.reads_y else BUFFERS - 1, wait_read_only=True)
-        if config.reads_y:
+        if self.config.reads_y:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.fetch(unit, turn.number + BUFFERS - 1)
-        elif config.ahead:
-            self.fetch(unit, turn.number + config.ahead)
+        else:
+            plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
 
     def store_sum(self, unit: _Unit, turn: _Turn, delta: jax.Array) -> None:
         """The same bits as `add` gives."""
@@ -205,7 +201,7 @@ class _Expand:
 
 def expand_units(config: LoraConfig, nt: int) -> Units:
     """Those of the expand."""
-    return Units(config, nt, max(config.out_dims), range(1, 9), config.expand_blocks)
+    return Units(config, nt, max(config.out_dims), range(1, 9), BLOCKS_OF_SM)
 
 
 def tile_expand_kernel(config: LoraConfig, nt: int) -> Callable[..., Any]:

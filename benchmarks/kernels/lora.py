@@ -334,12 +334,8 @@ if os.environ.get("SLORA_BENCH_VARIANTS"):
             CASES += [case(s)] * (modules == "o")
             CASES += tunings(s, {"split": 2}, {"split": 8})
     CASES += [case(decode(256, n, MIXED, lists="exact")) for n in (100, 256)]
-    adds: dict[str, Any] = {"reads_y": False}
-    for (ranks, kv), other in (
-        (((16,), 4096), adds | {"expand_blocks": 1}),
-        ((MIXED, 1024), {"tile_split": 2}),
-    ):
+    for ranks, kv in (((16,), 4096), (MIXED, 1024)):
         s = Setting(2048, 8, ranks, 4096, kv, prompt=True)
-        CASES += tunings(s, adds, adds | {"ahead": 3}, {"shrink_blocks": 2}, other)
+        CASES += tunings(s, {"reads_y": False}, {"shrink_blocks": 2}, {"tile_split": 2})
     same_data = ("modules", "tokens", "distinct", "ranks", "d_model", "kv")
     CASES.sort(key=lambda c: [str(c.case.get(k)) for k in same_data])  # which is made once

@@ -130,7 +130,7 @@ def measure(
     with counting_late_launches(engine) as late:
         milliseconds = 1e3 * run_steps(args.steps)
     tokens = sum(s.num_computed for s in engine._scheduler.running) - batch * args.steps // 2
-    profiled = profile(run_steps, PROFILED, milliseconds)
+    profiled = profile(run_steps, PROFILED)
     adapters = adapter_bytes(engine)
     params = sum(leaf.nbytes for leaf in runner.parameters())
     if engine.stats().preemptions > preemptions:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, engine: Engine | None) -> None:
         first_steps = time.perf_counter() - started
         milliseconds = 1e3 * run_steps(args.steps)
         computed = engine.stats().last_step_tokens
-        profiled = profile(run_steps, PROFILED, milliseconds)
+        profiled = profile(run_steps, PROFILED)
         case = {"model": args.model, "decodes": DECODES, "context": args.context}
         case["prompt_tokens"] = prompt_tokens
         case |= {"distinct": args.distinct, "ranks": args.ranks} if names else {}

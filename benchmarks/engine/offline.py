@@ -168,7 +168,7 @@ def measure(
 def profile_full_batch(engine: Engine, requests: Sequence[Offline]) -> dict[str, Any]:
     """`profile` of some steps in mid-run of these requests, which then end.
 
-    `idle_share` is of the traced steps' own time. The adapters in the pool are those of the run before.
+    The adapters in the pool are those of the run before.
     """
 
     def refill() -> None:

@@ -22,17 +22,17 @@ COPIES = re.compile(r"memcpy(h2d|d2h)", re.I)  # by the copy engines, beside the
 Span = tuple[float, float, str]  # begin and end in nanoseconds, name
 
 
-def profile(run: Callable[[int], object], steps: int, milliseconds: float | None = None) -> dict[str, Any]:
+def profile(run: Callable[[int], object], steps: int) -> dict[str, Any]:
     """`read_profile` of `run(steps)`, which ends when the device has done all of them."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would hold the host up in every call of a function
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             run(steps)
-        return read_profile(folder, steps, milliseconds)
+        return read_profile(folder, steps)
 
 
-def read_profile(folder: str, steps: int, milliseconds: float | None) -> dict[str, Any]:
+def read_profile(folder: str, steps: int) -> dict[str, Any]:
     """`summary` of what ran on the GPUs in a trace."""
     files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     spans: list[Span] = []
@@ -41,19 +41,19 @@ def read_profile(folder: str, steps: int, milliseconds: float | None) -> dict[st
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     spans += [(e.start_ns, e.start_ns + e.duration_ns, e.name) for e in line.events]
-    return summary(spans, steps, milliseconds)
+    return summary(spans, steps)
 
 
-def summary(spans: Sequence[Span], steps: int, milliseconds: float | None) -> dict[str, Any]:
-    """Share of a step that the GPU idles, and the shares of its busy time by kind of kernel.
+def summary(spans: Sequence[Span], steps: int) -> dict[str, Any]:
+    """Share of a traced step that the GPU idles, and the shares of its busy time by kind of kernel.
 
-    `idle_share` is what the traced steps' kernels do not fill, between steps or between kernels. It is a
-    share of `step_ms`: of the given milliseconds of a step that was timed without the profiler, which holds
-    the host up (below 0 where the same kernels took longer than that when traced); or, without them, of the
-    traced steps' own time from the first kernel to the end of the last, which can only be more idle than
-    steps that nobody traces. A GPU that waits for a copy from or to the host idles. `busy_ms` is a traced
-    step's time in kernels, `kernels_ms` that of the longest by name, `longest_gaps_us` what lay between two
-    kernels. Without kernels `idle_share` and `shares` are None, and the rest absent.
+    `idle_share` is what kernels do not fill of the time from the first one to the end of the last, between
+    steps or between kernels; a GPU that waits for a copy from or to the host idles. It is an upper bound:
+    tracing can only add to what lies between two kernels. (Lines before 2026-12-01, commit 66f9e2d, of
+    `decode_step` and `mixed_step` compare the traced kernels with a step that was not traced, in which they
+    take less: some are below 0.) `traced_ms` is that time a step, `busy_ms` what kernels fill of it,
+    `kernels_ms` that of the longest by name, `longest_gaps_us` what lay between two kernels. Without
+    kernels `idle_share` and `shares` are None, and the rest absent.
     """
     spans = sorted(span for span in spans if not COPIES.match(span[2]))
     if not spans:
@@ -68,10 +68,10 @@ def summary(spans: Sequence[Span], steps: int, milliseconds: float | None) -> di
         total[kind] = total.get(kind, 0.0) + stop - start
         top[name] = top.get(name, 0.0) + (stop - start) / (steps * 1e6)
     busy_ms = busy / steps / 1e6
-    step_ms = (end - spans[0][0]) / steps / 1e6 if milliseconds is None else milliseconds
+    traced_ms = (end - spans[0][0]) / steps / 1e6
     return {
-        "idle_share": round(1 - busy_ms / step_ms, 4),
-        "step_ms": round(step_ms, 3),
+        "idle_share": round(1 - busy_ms / traced_ms, 4),
+        "traced_ms": round(traced_ms, 3),
         "busy_ms": round(busy_ms, 3),
         "longest_gaps_us": gaps(spans),
         "shares": {k: round(v / sum(total.values()), 3) for k, v in sorted(total.items())},

@@ -13,7 +13,7 @@ CODE := $(PACKAGES) tests $(wildcard benchmarks examples)
 # The type checker sees the packages as they are imported; its messages name the files as they lie here.
 LINKED := s,build/links/slora_jax/\(pallas_kernels\|sharding\|server\)/,\1/,;s,build/links/,,
 
-.PHONY: help demo test test-slow soak test-aot check lint types format packaging bench-cpu clean
+.PHONY: help demo test test-slow soak test-aot test-gpu check lint types format packaging bench-cpu bench-gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -56,14 +56,23 @@ format: .venv/ready ## rewrite the code as the formatter and the fixable lint ru
 bench-cpu: .venv/ready .venv-peft/ready ## output tokens/s and memory against Hugging Face PEFT, both on this CPU
 	@$(PY) -m benchmarks.bench_cpu --peft-python .venv-peft/bin/python $(ARGS)
 
+test-gpu: .venv-gpu/ready ## GPU kernels against plain JAX in float32, on this machine's Hopper GPU
+	@JAX_PLATFORMS=cuda .venv-gpu/bin/python -m pytest -q -m gpu tests/kernels $(ARGS)
+
+bench-gpu: .venv-gpu/ready ## what is published of one H200: lists its parts (ARGS="kernels 7b" runs these)
+	@.venv-gpu/bin/python -m benchmarks.suite $(ARGS)
+
 clean: ## remove what make made: environments, caches, build
-	@rm -rf .venv .venv-peft .venv-aot build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf .venv .venv-peft .venv-aot .venv-gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 .venv/ready: pyproject.toml .ci/make-venv
 	@.ci/make-venv .venv
 
 .venv-aot/ready: pyproject.toml .ci/make-venv
 	@.ci/make-venv .venv-aot
+
+.venv-gpu/ready: pyproject.toml .ci/make-venv
+	@.ci/make-venv .venv-gpu
 
 .venv-peft/ready: pyproject.toml .ci/make-venv
 	@.ci/make-venv .venv-peft

@@ -14,7 +14,7 @@ from slora_jax.pallas_kernels.mosaic_lora_item import LoraConfig
 from slora_jax.pallas_kernels.mosaic_lora_tile_expand import expand_units
 from slora_jax.pallas_kernels.mosaic_lora_tiles import shrink_units
 from tests.kernels.lora_cases import Dims, pack_adapters
-from tests.kernels.test_mosaic_lora import A_CHUNKS, B_CHUNKS, QKV, check, pack, run
+from tests.kernels.mosaic_lora_cases import A_CHUNKS, B_CHUNKS, QKV, check, pack, run
 
 pytestmark = pytest.mark.usefixtures("clean_interpreter")
 WAYS = [{"reads_y": True}, {"reads_y": False}]

@@ -23,6 +23,7 @@ from slora_jax.pallas_kernels.xla_attention import apply_rope
 ROWS = 64  # heads that a warpgroup rotates at once
 TILE_ROWS = 8  # of swizzled tiles: heads of q and of k must fill them
 MAX_TOKENS = 4  # of a block
+SWIZZLES = (64, 128)  # bytes of half a head
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of a vector, one value a column
 
 
@@ -52,7 +53,7 @@ def rope_write_kv(
             f"need qkv [t, h + {2 * n_kv}, e], cos and sin float32 [t, e/2]; got {qkv.shape}, {cos.dtype} "
             f"{cos.shape}, {sin.dtype} {sin.shape}"
         )
-    if h % TILE_ROWS or n_kv % TILE_ROWS:
+    if h % TILE_ROWS or n_kv % TILE_ROWS or qkv.shape[2] not in SWIZZLES:
         q, k, v = jnp.split(qkv, (h, h + n_kv), axis=1)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         return write_kv(pool, layer, k, v, page, offset, page_tokens=page_tokens, interpret=interpret), q

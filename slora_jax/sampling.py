@@ -37,6 +37,7 @@ from slora_jax import drawing
 
 PROMPT_BIT = 1 << 30  # of a count: the token occurs in the prompt; the bits below count it in the output
 _MAX = float(np.finfo(np.float32).max)
+_TINY = float(np.finfo(np.float32).tiny)  # devices take what is smaller for 0
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +52,7 @@ class SamplingRows:
 
     temperature: jax.Array  # f32[R]; 0: greedy
     top_k: jax.Array  # i32[R]; 0 (or >= v): off
-    top_p: jax.Array  # f32[R] in (0, 1]; 1: off
+    top_p: jax.Array  # f32[R] in [0, 1]; 1: off; 0, as float32 has the smallest: the likeliest token
     min_p: jax.Array  # f32[R] in [0, 1]; 0: off
     repetition_penalty: jax.Array  # f32[R] > 0; 1: off
     presence_penalty: jax.Array  # f32[R]; 0: off
@@ -146,7 +147,7 @@ def _choose(x: jax.Array, rows: SamplingRows, sampled: jax.Array) -> jax.Array:
         rule = drawing.Rule(
             temperature=jnp.where(sampled, rows.temperature, 1.0),
             top_k=jnp.where(by_k, rows.top_k, x.shape[1]),
-            top_p=jnp.where(sampled, rows.top_p, 1.0),
+            top_p=jnp.where(sampled, jnp.maximum(rows.top_p, _TINY), 1.0),
             min_p=jnp.where(sampled, rows.min_p, 0.0),
             words=drawing.noise_words(rows.seed, rows.position),
         )

@@ -16,6 +16,7 @@ from scipy import stats
 
 from slora_jax import drawing
 from slora_jax.sampling import sample
+from slora_jax.sampling_params import SamplingParams
 from tests.sampling_reference import (
     RESULTS,
     ROWS,
@@ -100,6 +101,18 @@ def test_flat_and_peaked_rows_equal_the_reference(scale: float, filters: dict[st
     got = tokens_of(logits, rows).tokens
     for i in range(ROWS):
         assert got[i] in reference_tokens(logits[i], rows, i, np.zeros(WIDE, np.int32)), i
+
+
+@pytest.mark.parametrize("vocab", [257, WIDE])
+@pytest.mark.parametrize("value", [1e-45, 1e-39, 1e-300])
+@pytest.mark.parametrize("name", ["top_p", "temperature"])
+def test_what_float32_rounds_to_nothing_leaves_the_likeliest(name: str, value: float, vocab: int) -> None:
+    fields: dict[str, Any] = {name: value}
+    SamplingParams(**fields)
+    logits = np.random.default_rng(4).normal(size=(ROWS, vocab)).astype(np.float32)
+    logits[1, ::2] = 9
+    got = tokens_of(logits, make_rows(seed=np.arange(ROWS), **({"temperature": 1} | fields))).tokens
+    np.testing.assert_array_equal(logits[np.arange(ROWS), got], logits.max(axis=1))
 
 
 def rule_of(temperature: float = 1, top_k: int = WIDE, top_p: float = 1, min_p: float = 0) -> drawing.Rule:

@@ -281,6 +281,8 @@ def test_write_kv(monkeypatch: pytest.MonkeyPatch, t: int, n_kv: int, e: int, pa
         (1, 16, 8, 128, 8),
         (10, 48, 24, 64, 16),  # more than 64, and a last block whose window begins earlier
         (9, 9, 3, 64, 16),  # heads that fill no tiles
+        (2, 8, 8, 192, 8),  # and wider ones than swizzling is
+        (2, 16, 8, 256, 8),
         (0, 8, 8, 64, 16),
     ],
 )

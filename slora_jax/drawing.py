@@ -6,7 +6,8 @@ w = exp((x - max x) / temperature) are weights: 1 in every row, so nothing overf
 or bias; 0 is a token cut. The draw is argmax of w / E over the tokens kept, E exponential noise. That is
 Gumbel-max: log w - log E = x / temperature + Gumbel noise + a constant of the row.
 
-A filtered row is first drawn among C = 512 candidates, its 128 largest logits among them. That settles it
+A filtered row is first drawn among C = 512 candidates, its 128 largest logits among them (not on a CPU,
+which compares them no sooner than it searches the vocabulary). That settles it
 if the largest logit left out is one that a filter cuts: top_k or more are above it, its weight is below
 min_p, or the weights above it add up to top_p. For rows that are not settled (a nucleus or a top_k of more
 than about 128 tokens, or as many ties) thresholds are searched in the whole vocabulary; without such rows,
@@ -29,6 +30,8 @@ from jax.extend.random import threefry_2x32
 
 from slora_jax.thresholds import kth_largest, nucleus, ordered
 
+# By platform. A CPU takes as long to compare candidates with each other as to search 100,000 tokens.
+LOOKS_AMONG_CANDIDATES = {"cpu": False, "default": True}
 _KEEP = 128  # groups kept of all, then of the smaller ones which these consist of
 _LAST = 4  # tokens of the smallest group: _KEEP * _LAST candidates
 _BESIDE = 64  # of what every one is compared with
@@ -77,14 +80,14 @@ def draw(x: jax.Array, groups: jax.Array, rule: Rule, sampled: jax.Array) -> jax
     """i32[R]: a token for each row of x f32[R, v] where sampled bool[R]; `groups` is `maxima(x)`."""
     largest = jnp.max(groups, axis=1)
     filtered = sampled & ((rule.top_k < x.shape[1]) | (rule.top_p < 1) | (rule.min_p > 0))
-    token, settled = jnp.zeros_like(rule.top_k), jnp.zeros_like(filtered)
-    if group_size(x.shape[1]):
-        token, settled = lax.cond(
-            jnp.any(filtered),
-            lambda: _draw_candidates(x, groups, largest, rule),
-            lambda: (token, settled),
-        )
-        settled &= filtered
+    none = jnp.zeros_like(rule.top_k), jnp.zeros_like(filtered)
+
+    def look() -> tuple[jax.Array, jax.Array]:
+        found = lax.cond(jnp.any(filtered), lambda: _draw_candidates(x, groups, largest, rule), lambda: none)
+        return found[0], found[1] & filtered
+
+    looks = {on: look if wanted else lambda: none for on, wanted in LOOKS_AMONG_CANDIDATES.items()}
+    token, settled = lax.platform_dependent(**looks) if group_size(x.shape[1]) else none
     searched = filtered & ~settled
     tokens: jax.Array = lax.cond(
         jnp.any(sampled & ~settled),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,16 @@ from tests.sampling_reference import (
 
 WIDE = 4096  # the smallest vocabulary with candidates: 256 groups of 16
 KEPT = 128  # groups that are kept
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_on_a_gpu() -> Iterator[None]:
+    """The CPU looks among candidates, too."""
+    with mock.patch.dict(drawing.LOOKS_AMONG_CANDIDATES, cpu=True):
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
 
 tokens_of = functools.partial(run, width=0)
 

@@ -14,6 +14,7 @@ import difflib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,12 @@ ON_PAGE: Mapping[str, tuple[Table, ...]] = {
 PREAMBLE = """\
 # Numbers
 
-Written by `python -m benchmarks.tables` from [benchmarks/results](../benchmarks/results), and not to be edited.
-Each row has the commits, dates and machines of those of our lines that it quotes; the lines have versions
-and the command too. Random weights in bfloat16, LoRA on q, k, v and o, unless a table says otherwise. Machines of one
-kind differ by some percent, and lines of different commits may be of different ones. vLLM was measured on the
-same kind of GPU ([peers.jsonl](../benchmarks/results/peers.jsonl) says how and when).
+Written by `python -m benchmarks.tables` from [benchmarks/results](../benchmarks/results), and not to be
+edited. Each row has the commits, dates and machines of those of our lines that it quotes; the lines have
+versions and the command too. Random weights in bfloat16, LoRA on q, k, v and o, unless a table says
+otherwise. Machines of one kind differ by some percent, and lines of different commits may be of different
+ones. vLLM was measured on the same kind of GPU ([peers.jsonl](../benchmarks/results/peers.jsonl) says how
+and when).
 """
 
 type Line = Mapping[str, Any]
@@ -160,9 +162,13 @@ def page(results: Results) -> str:
         parts.append(f"\n## {section}\n")
         for table in tables:
             parts.append(f"\n### {table.title}\n\n")
-            parts += [f"{table.text}\n\n"] if table.text else []
+            parts += [f"{_wrapped(table.text)}\n\n"] if table.text else []
             parts.append(markdown(results, table, origins=True))
     return "".join(parts)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 110, break_long_words=False, break_on_hyphens=False)
 
 
 def filled(text: str, results: Results, tables: Sequence[Table] = IN_README) -> str:

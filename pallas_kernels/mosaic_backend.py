@@ -1,4 +1,4 @@
-"""The `mosaic` backend: Pallas Mosaic GPU kernels for Hopper, in bfloat16."""
+"""The `mosaic` backend: Pallas Mosaic GPU kernels for Hopper, in bfloat16. docs/kernels.md explains them."""
 
 from __future__ import annotations
 

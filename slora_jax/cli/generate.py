@@ -92,15 +92,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder whose sub-folders are adapters of their names; --lazy-adapters suits many",
     )
+    add_strict_adapters(parser, needed="is pinned, or named by --adapters or a prompt")
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
+    )
+
+
+def add_strict_adapters(parser: argparse.ArgumentParser, *, needed: str) -> None:
+    """The flag that `Refusals` goes by; `needed` says which adapters it never leaves out."""
     parser.add_argument(
         "--strict-adapters",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="do not start where an adapter of --adapters-dir is refused; else the log says why, and the "
-        "others are served",
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
+        help="do not start where an adapter of --adapters-dir is refused; else the log says why and the "
+        f"others are served, but one that {needed} is never left out",
     )
 
 

@@ -39,7 +39,7 @@ async def _chat(context: ServerContext, body: ChatCompletionRequest, tenant: str
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     params = body.sampling_params(max_tokens=max_tokens, logprobs=logprobs)
     context.check_sequences(params.n)
-    prompt = await context.encode_chat(body.messages, body.add_generation_prompt)
+    prompt = await context.encode_chat(body.messages, body.add_generation_prompt, to_run=True)
     context.check_length(len(prompt), max_tokens, "messages", body.own_names.get("max_tokens", "max_tokens"))
     form = ChatForm(context, identity, params.n, body)
     return await respond(context, body, [prompt], params, form, identity, tenant)

@@ -33,7 +33,9 @@ async def _complete(context: ServerContext, body: CompletionRequest, tenant: str
     params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.logprobs)
     context.check_sequences(len(body.prompt) * params.n)
     texts = [p for p in body.prompt if isinstance(p, str)]  # all or none
-    prompts = await context.encode(texts, body.add_special_tokens) if texts else body.prompt
+    prompts = body.prompt
+    if texts:
+        prompts = await context.encode(texts, body.add_special_tokens, to_run=True)
     for ids in prompts:
         context.check_length(len(ids), body.max_tokens, "prompt")
     echo: list[str] = []

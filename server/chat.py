@@ -10,19 +10,19 @@ from starlette.responses import Response
 
 from slora_jax.server.context import ServerContext, read_body, tenant_of
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
-from slora_jax.server.schemas import (
+from slora_jax.server.responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatDelta,
     ChatLogprob,
     ChatLogprobs,
     TopLogprob,
     Usage,
 )
+from slora_jax.server.schemas import ChatCompletionRequest
 
 
 async def chat_completions(request: Request) -> Response:

@@ -11,13 +11,8 @@ from starlette.responses import Response
 
 from slora_jax.server.context import ServerContext, read_body, tenant_of
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
-from slora_jax.server.schemas import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    Usage,
-)
+from slora_jax.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from slora_jax.server.schemas import CompletionRequest
 
 
 async def completions(request: Request) -> Response:

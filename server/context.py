@@ -12,10 +12,11 @@ from starlette.requests import Request
 
 from slora_jax.checks import MAX_TENANT_CHARACTERS
 from slora_jax.request import DEFAULT_TENANT
-from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
+from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.errors import ApiError, bad_request, model_not_found
 from slora_jax.server.metrics import ServerMetrics
+from slora_jax.server.protocols import ChatTokenizer
 from slora_jax.server.schemas import ChatMessage, SamplingBody
 
 _AT_ONCE_BYTES = 256 << 10  # a larger body is validated in a worker thread: it must not hold up other streams

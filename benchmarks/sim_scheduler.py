@@ -5,6 +5,7 @@
     python -m benchmarks.sim_scheduler cluster           # throughput, adapter loads, first-token times
     python -m benchmarks.sim_scheduler vtc               # fairness gap of two tenants, and its proven bound
     python -m benchmarks.sim_scheduler guesses           # first tokens with and without guessed adapters
+    python -m benchmarks.sim_scheduler idle-guesses      # the same, also where a server without work guesses
     python -m benchmarks.sim_scheduler all
 
 Results go to benchmarks/results/sim.jsonl. Only `schedule-step` measures this machine; the others' times are
@@ -178,14 +179,57 @@ def guesses(args: argparse.Namespace) -> None:
             _report("guesses", case, _seconds(first.mean()), "s", **_guess_extra(first, found, cold, runs))
 
 
+def idle_guesses(args: argparse.Namespace) -> None:
+    """What it would be worth to guess on while no request is there: bursts, between which a server idles.
+
+    `guesses`: none; those of an engine, while it steps; and those that go on while it idles, above the
+    watermark or into all free pages. `cold_...` are first tokens as in `guesses`.
+    """
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {"watermark": 1.0},
+        "steps": {"watermark": 0.2},
+        "idle": {"watermark": 0.2, "idle_watermark": 0.2},
+        "idle, all free pages": {"watermark": 0.2, "idle_watermark": 0.0},
+    }
+    hosts = {"all": 1 << 60, "a third": 2000}
+    for prefix_cache, cv, rate, (host, pages) in itertools.product(
+        (False, True), (4, 8), (1, 4, 8), hosts.items()
+    ):
+        cold = None
+        for guesses, fields in kinds.items():
+            runs = [
+                _guess(rate, cv, pages, seconds=args.seconds, seed=seed, prefix_cache=prefix_cache, **fields)
+                for seed in range(4)
+            ]
+            first, found = (np.concatenate([run[i] for run in runs]) for i in (0, 1))
+            cold = found != "resident" if cold is None else cold
+            case = {"guesses": guesses, "rate": rate, "cv": cv, "n": 200, "host": host, "cost": "H200"}
+            idle = sum(served.idle_seconds for *_, served in runs) / sum(served.now for *_, served in runs)
+            extra = {"idle_share": round(idle, 3), **_guess_extra(first, found, cold, runs)}
+            case |= {"prefix_cache": prefix_cache}
+            _report("idle_guesses", case, _seconds(first.mean()), "s", **extra)
+
+
 type _GuessRun = tuple[np.ndarray, np.ndarray, VirtualServer]
 
 
-def _guess(rate: float, cv: float, host_pages: int, watermark: float, seconds: float, seed: int) -> _GuessRun:
+def _guess(
+    rate: float,
+    cv: float,
+    host_pages: int,
+    watermark: float,
+    seconds: float,
+    seed: int,
+    idle_watermark: float | None = None,
+    prefix_cache: bool = False,
+) -> _GuessRun:
     """Seconds to first tokens f64[requests], and in which states their adapters were found, str[requests]."""
     rng = np.random.default_rng(seed)
     loads = dataclasses.replace(H200_LOADS, host_pages=host_pages)
-    served = _server("fcfs", H200, batch=64, num_pages=3000, loads=loads, prefetch_watermark=watermark)
+    config = _config("fcfs", batch=64, prefetch_watermark=watermark)
+    served = VirtualServer(
+        config, 3000, H200, loads=loads, idle_watermark=idle_watermark, prefix_cache=prefix_cache
+    )
     adapters = [served.register(f"a{i}", (9, 17, 33, 65)[i % 4]) for i in rng.permutation(200)]
     draws = _requests(adapters, "zipf", 1, rng)
     served.run(dataclasses.replace(next(draws), time=t) for t in gamma_arrivals(rate, cv, seconds, rng))
@@ -250,19 +294,14 @@ def vtc(args: argparse.Namespace) -> None:
         _report("vtc_gap", case, gap, "priced tokens", **extra)
 
 
-def _server(
-    policy: str,
-    cost: StepCost,
-    *,
-    batch: int,
-    num_pages: int,
-    loads: LoadCost | None = None,
-    **fields: Any,
-) -> VirtualServer:
-    config = EngineConfig(
+def _config(policy: str, *, batch: int, **fields: Any) -> EngineConfig:
+    return EngineConfig(
         scheduling_policy=policy, max_batch_size=batch, max_step_tokens=max(512, 2 * batch), **fields
     )
-    return VirtualServer(config, num_pages, cost, loads=loads)
+
+
+def _server(policy: str, cost: StepCost, *, batch: int, num_pages: int, **fields: Any) -> VirtualServer:
+    return VirtualServer(_config(policy, batch=batch, **fields), num_pages, cost)
 
 
 def _requests(
@@ -291,7 +330,7 @@ def main() -> None:
     )
     commands = {
         "schedule-step": schedule_step, "early-abort": early_abort, "cluster": cluster, "vtc": vtc,
-        "guesses": guesses,
+        "guesses": guesses, "idle-guesses": idle_guesses,
     }  # fmt: skip
     parser.add_argument("what", choices=[*commands, "all"])
     parser.add_argument("--policy", action="append", help="schedule-step: this one only; may be given again")
@@ -303,7 +342,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000, help="steps that are measured")
     parser.add_argument("--rate", type=float, default=2.4, help="early-abort: requests a second")
     parser.add_argument(
-        "--seconds", type=float, default=300.0, help="early-abort, guesses: how long they come"
+        "--seconds", type=float, default=300.0, help="early-abort, (idle-)guesses: how long they come"
     )
     args = parser.parse_args()
     for name, function in commands.items():

@@ -1,6 +1,6 @@
 """The real scheduler, store and pool on a virtual clock: requests of given lengths, steps of given durations.
 
-No model and no token values: what is decided (who runs when, on which pages) is all there is. Used by tests
+No model: what is decided (who runs when, on which pages) is all there is. Used by tests
 of policies and by `benchmarks/sim_scheduler.py`.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import CancelledError, Future
@@ -78,8 +79,11 @@ class VirtualServer:
 
     Adapters are loaded at once, or, with `load_seconds`, by copies that take as long as each call says,
     beside the steps; None: that copy fails. With `loads` they lie in folders, are read and copied, and
-    guessed as an engine does. `admitted` has sequences in the order of admission, `reasons` why requests were
-    given up, by their ids, `found` in which state each request found its adapter as it came.
+    guessed as an engine does; with an `idle_watermark` also while `run` has nothing to step, into pages that
+    are free above that share of the pool, which no engine does. With a `prefix_cache` requests leave pages in
+    it, as an engine's do; no two prompts are alike. `admitted` has sequences in the order of admission,
+    `reasons` why requests were given up, by their ids, `found` in which state each request found its adapter
+    as it came.
     """
 
     def __init__(
@@ -89,16 +93,21 @@ class VirtualServer:
         cost: StepCost | None = None,
         load_seconds: Callable[[], float | None] | None = None,
         loads: LoadCost | None = None,
+        *,
+        idle_watermark: float | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         if not config.unified_memory:
             raise ValueError("a simulation's adapters and KV share all pages: leave unified_memory on")
         self.now = 0.0
         self._load_seconds, self._load_cost = load_seconds, loads
+        self._idle_watermark = idle_watermark
+        self.idle_seconds = 0.0
         self._readers = _VirtualReaders(self)
         self._link_free = 0.0
         self.pool = PagePool(num_pages)
         reclaim = Reclaimer(self.pool)
-        prefixes = PrefixCache(reclaim, config.page_tokens, enabled=False)  # tokens have no values here
+        prefixes = PrefixCache(reclaim, config.page_tokens, enabled=prefix_cache)
         self.store = AdapterStore(
             reclaim, HostCache(loads.host_pages if loads else 1 << 60), on_freed=prefixes.drop
         )
@@ -194,10 +203,22 @@ class VirtualServer:
         coming.reverse()
         while (coming or self.live) and self.now < until:
             if not self.live and coming and coming[-1].time > self.now:
-                self.now = coming[-1].time
+                self._idle_until(coming[-1].time)
             while coming and coming[-1].time <= self.now:
                 self.add(coming.pop())
             self.step()
+
+    def _idle_until(self, time: float) -> None:
+        """Nothing is there to step; what is under way goes on, and one guess follows another."""
+        self.idle_seconds += time - self.now
+        while self._idle_watermark is not None and self.now < time:
+            self._settle_loads()
+            floor = int(self._idle_watermark * self.pool.usable_for("adapter"))
+            self.loader.guess(self.pool.free_for("adapter") - floor)
+            self.loader.transfer()
+            ends = [end for end in (self._readers.next_end(), self._link_free) if end > self.now]
+            self.now = min([time, *ends])
+        self.now = time
 
     def check_integrity(self) -> None:
         """Of the scheduler, and that live requests are those that it holds."""
@@ -251,7 +272,7 @@ class VirtualServer:
         request = Request(
             request_id=request_id,
             prompt=None,
-            prompt_token_ids=[0] * arrival.prompt_len,
+            prompt_token_ids=[int(request_id)] * arrival.prompt_len,
             prompt_index=0,
             adapter=arrival.adapter,
             params=SamplingParams(max_tokens=arrival.output_len),
@@ -265,7 +286,7 @@ class VirtualServer:
                 request=request,
                 index=i,
                 seed=i,
-                tokens=[0] * arrival.prompt_len,
+                tokens=[int(request_id)] * arrival.prompt_len,
                 prompt_len=arrival.prompt_len,
                 max_len=arrival.prompt_len + arrival.output_len,
                 stop_ids=frozenset(),
@@ -368,6 +389,10 @@ class _VirtualReaders:
         read = _ReadUnderWay(until, checkpoint, functools.partial(function, *args), Future())
         self._reads.append(read)
         return read.future
+
+    def next_end(self) -> float:
+        """When the next read is done."""
+        return min((read.until for read in self._reads), default=-math.inf)
 
     def run(self) -> None:
         """End what has come to its end by now, or is to stop."""

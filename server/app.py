@@ -35,14 +35,8 @@ from slora_jax.server.config import ServerConfig
 from slora_jax.server.context import ServerContext, read_body
 from slora_jax.server.errors import ApiError, EngineDeadError, ShuttingDownError
 from slora_jax.server.metrics import ServerMetrics
-from slora_jax.server.schemas import (
-    Detokenized,
-    DetokenizeRequest,
-    ModelCard,
-    ModelList,
-    TokenizeRequest,
-    Tokens,
-)
+from slora_jax.server.responses import Detokenized, ModelCard, ModelList, Tokens
+from slora_jax.server.schemas import DetokenizeRequest, TokenizeRequest
 from slora_jax.server.watchdog import watch
 
 logger = logging.getLogger(__name__)

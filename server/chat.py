@@ -10,19 +10,19 @@ from starlette.responses import Response
 
 from slora_jax.server.context import ServerContext, read_body, tenant_of
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
-from slora_jax.server.schemas import (
+from slora_jax.server.responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatDelta,
     ChatLogprob,
     ChatLogprobs,
     TopLogprob,
     Usage,
 )
+from slora_jax.server.schemas import ChatCompletionRequest
 
 
 async def chat_completions(request: Request) -> Response:
@@ -39,7 +39,7 @@ async def _chat(context: ServerContext, body: ChatCompletionRequest, tenant: str
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     params = body.sampling_params(max_tokens=max_tokens, logprobs=logprobs)
     context.check_sequences(params.n)
-    prompt = await context.encode_chat(body.messages, body.add_generation_prompt)
+    prompt = await context.encode_chat(body.messages, body.add_generation_prompt, to_run=True)
     context.check_length(len(prompt), max_tokens, "messages", body.own_names.get("max_tokens", "max_tokens"))
     form = ChatForm(context, identity, params.n, body)
     return await respond(context, body, [prompt], params, form, identity, tenant)

@@ -11,13 +11,8 @@ from starlette.responses import Response
 
 from slora_jax.server.context import ServerContext, read_body, tenant_of
 from slora_jax.server.generation import Identity, Piece, respond, unless_disconnected
-from slora_jax.server.schemas import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    Usage,
-)
+from slora_jax.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from slora_jax.server.schemas import CompletionRequest
 
 
 async def completions(request: Request) -> Response:
@@ -33,7 +28,9 @@ async def _complete(context: ServerContext, body: CompletionRequest, tenant: str
     params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.logprobs)
     context.check_sequences(len(body.prompt) * params.n)
     texts = [p for p in body.prompt if isinstance(p, str)]  # all or none
-    prompts = await context.encode(texts, body.add_special_tokens) if texts else body.prompt
+    prompts = body.prompt
+    if texts:
+        prompts = await context.encode(texts, body.add_special_tokens, to_run=True)
     for ids in prompts:
         context.check_length(len(ids), body.max_tokens, "prompt")
     echo: list[str] = []

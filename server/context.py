@@ -12,10 +12,11 @@ from starlette.requests import Request
 
 from slora_jax.checks import MAX_TENANT_CHARACTERS
 from slora_jax.request import DEFAULT_TENANT
-from slora_jax.server.async_engine import AsyncEngine, ChatTokenizer
+from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.config import ServerConfig
 from slora_jax.server.errors import ApiError, bad_request, model_not_found
 from slora_jax.server.metrics import ServerMetrics
+from slora_jax.server.protocols import ChatTokenizer
 from slora_jax.server.schemas import ChatMessage, SamplingBody
 
 _AT_ONCE_BYTES = 256 << 10  # a larger body is validated in a worker thread: it must not hold up other streams
@@ -63,23 +64,38 @@ class ServerContext:
             raise bad_request("this model has no tokenizer: send token ids to /v1/completions")
         return self.engine.tokenizer
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of texts, in a worker thread: a long text must not hold up other streams."""
-        encode = self.tokenizer.encode
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, *, to_run: bool = False
+    ) -> list[list[int]]:
+        """Token ids of texts, in a worker thread: a long text must not hold up other streams. Of those that
+        are `to_run`, ApiError 400 for one that is surely too long for the model.
+        """
+        tokenizer = self.tokenizer
+
+        def encode() -> list[list[int]]:
+            if to_run:
+                for text in texts:
+                    self._check_text(text, "prompt")
+            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
         try:
-            return await asyncio.to_thread(lambda: [encode(t, add_special_tokens) for t in texts])
+            return await asyncio.to_thread(encode)
         except ValueError as error:
             raise bad_request(str(error), "prompt") from error
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
-        """Token ids of a conversation in the model's template; raises ApiError 400 where the template
-        refuses.
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool, *, to_run: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation in the model's template, as `encode` has them; raises ApiError 400
+        where the template refuses.
         """
         tokenizer = self.tokenizer
 
         def render() -> list[int]:
             turns = [message.model_dump(exclude_none=True) for message in messages]
             text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt)
+            if to_run:
+                self._check_text(text, "messages")
             return tokenizer.encode(text, False)  # the template writes its own BOS
 
         try:
@@ -109,11 +125,7 @@ class ServerContext:
         if num_prompt_tokens == 0:
             raise bad_request(f"{param} is empty", param)
         if num_prompt_tokens >= limit:
-            raise bad_request(
-                f"This model's maximum context length is {limit} tokens. However, your request has "
-                f"{num_prompt_tokens} input tokens. Please reduce the length of the input {param}.",
-                param,
-            )
+            raise self._too_long(str(num_prompt_tokens), param)
         if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
             raise bad_request(
                 f"'max_tokens' or 'max_completion_tokens' is too large: {max_tokens}. This model's maximum "
@@ -121,6 +133,19 @@ class ServerContext:
                 f"({max_tokens} > {limit} - {num_prompt_tokens}).",
                 max_tokens_param,
             )
+
+    def _check_text(self, text: str, param: str) -> None:
+        fewest = self.tokenizer.fewest_tokens(text)
+        if fewest >= self.engine.max_model_len:
+            raise self._too_long(f"at least {fewest}", param)
+
+    def _too_long(self, num_tokens: str, param: str) -> ApiError:
+        limit = self.engine.max_model_len
+        return bad_request(
+            f"This model's maximum context length is {limit} tokens. However, your request has "
+            f"{num_tokens} input tokens. Please reduce the length of the input {param}.",
+            param,
+        )
 
 
 def tenant_of(request: Request, body: SamplingBody) -> str:

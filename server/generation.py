@@ -34,7 +34,8 @@ from slora_jax.server.errors import (
     too_many_requests,
     unavailable,
 )
-from slora_jax.server.schemas import PromptTokensDetails, SamplingBody, Usage
+from slora_jax.server.responses import PromptTokensDetails, Usage
+from slora_jax.server.schemas import SamplingBody
 
 
 @dataclasses.dataclass

@@ -16,8 +16,9 @@ from types import FrameType
 import uvicorn
 
 from slora_jax.server.app import create_app
-from slora_jax.server.async_engine import AsyncEngine, EngineLike
+from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.config import ServerConfig
+from slora_jax.server.protocols import EngineLike
 
 logger = logging.getLogger(__name__)
 

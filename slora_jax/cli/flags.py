@@ -82,25 +82,31 @@ def from_flags[T](cls: type[T], args: argparse.Namespace, skip: Collection[str] 
     return cls(**values)
 
 
-def in_flags(text: str, flags: Collection[str]) -> str:
+def in_flags(text: str, flags: Collection[str], variables: Mapping[str, str] | None = None) -> str:
     """A message of the library with the fields that a command's flags set named as these: `max_batch_size`
-    as `--max-batch-size`. `flags` are their names in the parsed arguments.
+    as `--max-batch-size`. `flags` are their names in the parsed arguments; those that an environment variable
+    has set are named as it (`variables`: by field).
 
-    What is None there is left out here. A field of one word (`seed`) is told from prose where a message
-    begins with it. What is quoted is the user's, and left as it is.
+    What is None there is left out here, or unset. A field of one word (`seed`) is told from prose where a
+    message begins with it. What is quoted is the user's, and left as it is.
     """
+    text, variables = re.sub(r"^(?:EngineConfig|ServerConfig): ", "", text), variables or {}
 
     def flag(name: str) -> str:
+        if name in variables:
+            return f"environment variable {variables[name]}"
         return "--" + name.replace("_", "-") if name in flags else name
 
     def replaced(found: re.Match[str]) -> str:
         if found["none"]:
             return ""
+        if found["left"] == "it" and text.partition(" ")[0] in variables:
+            return "unset it"
         if found["left"]:
             return f"leave {flag(found['left'])} out"
         return flag(found["first"] or found["field"] or found[0])
 
-    return _NAMED.sub(replaced, re.sub(r"^(?:EngineConfig|ServerConfig): ", "", text))
+    return _NAMED.sub(replaced, text)
 
 
 def _check_given_once(name: str, values: list[Any]) -> None:

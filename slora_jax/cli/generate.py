@@ -92,15 +92,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder whose sub-folders are adapters of their names; --lazy-adapters suits many",
     )
+    add_strict_adapters(parser, needed="is pinned, or named by --adapters or a prompt")
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
+    )
+
+
+def add_strict_adapters(parser: argparse.ArgumentParser, *, needed: str) -> None:
+    """The flag that `Refusals` goes by; `needed` says which adapters it never leaves out."""
     parser.add_argument(
         "--strict-adapters",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="do not start where an adapter of --adapters-dir is refused; else the log says why, and the "
-        "others are served",
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
+        help="do not start where an adapter of --adapters-dir is refused; else the log says why and the "
+        f"others are served, but one that {needed} is never left out",
     )
 
 
@@ -223,21 +228,23 @@ def _token_ids(
     from slora_jax.intake import token_ids
 
     try:
-        prompt = chat_prompt(tokenizer, question.prompt) if chat else question.prompt
-        tokens = token_ids(prompt, tokenizer, limits.vocab_size)
-        limits.check_prompt(tokens)
+        prompt = chat_prompt(tokenizer, question.prompt, limits) if chat else question.prompt
+        return token_ids(prompt, tokenizer, limits)
     except ValueError as error:
         raise ValueError(f"{question.prompt_place}: {error}") from error
-    return tokens
 
 
-def chat_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Prompt:
-    """The prompt as the user's turn of a chat; token ids are left as they are."""
+def chat_prompt(tokenizer: Tokenizer | None, prompt: Prompt, limits: RequestLimits | None = None) -> Prompt:
+    """The prompt as the user's turn of a chat, in token ids; these are left as they are. Raises ValueError
+    where the model has no chat, or the turn is surely longer than `limits` allow.
+    """
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
         raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
     text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    if limits is not None:
+        limits.check_text(text, tokenizer)
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -36,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slora-jax {slora_jax.__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error arose, for bug reports")
+    common.set_defaults(variables={})  # fields that a command took from the environment, and from where
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (demo, generate, serve, adapters, convert):
         command.add_parser(commands, common)
@@ -64,7 +65,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except InputError as error:
         if args.traceback:
             raise
-        tell(in_flags(str(error), vars(args)))
+        tell(in_flags(str(error), vars(args), args.variables))
         return 2
 
 

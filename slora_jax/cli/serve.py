@@ -33,6 +33,10 @@ SERVER_HELP: Mapping[str, str] = {  # a field of ServerConfig -> its help text
     "(a first step may compile for minutes); 0: never",
     "drain_seconds": "how long running requests may go on after SIGTERM",
 }
+VARIABLES: Mapping[str, str] = {  # a field of ServerConfig -> where it is from, where no flag gives it
+    "api_key": "SLORA_API_KEY",
+    "admin_api_key": "SLORA_ADMIN_API_KEY",
+}
 
 _EXAMPLES = """example:
   slora-jax serve ./Llama-3.2-1B-Instruct --adapters sql=./sql pirate=./pirate --port 8000
@@ -74,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
     from slora_jax.server.serve import run_server
 
     # An empty one, of a shell's unset variable, is ServerConfig's to refuse: never an open server.
-    if args.api_key is None:
-        args.api_key = os.environ.get("SLORA_API_KEY")
-    if args.admin_api_key is None:
-        args.admin_api_key = os.environ.get("SLORA_ADMIN_API_KEY")
+    from_environment = [n for n, v in VARIABLES.items() if getattr(args, n) is None and v in os.environ]
+    args.variables = {name: VARIABLES[name] for name in from_environment}
+    for name, variable in args.variables.items():
+        setattr(args, name, os.environ[variable])
     with reading_input():
         server_config, engine_config = from_flags(ServerConfig, args), from_flags(EngineConfig, args)
         adapters = model_adapters(args)

@@ -175,7 +175,12 @@ class AdapterTransfer:
         """
         if self._pinned_host is None:
             return None
-        return int(os.environ.get(PINNED_HOST_LIMIT_VARIABLE, "64")) << 30
+        limit = os.environ.get(PINNED_HOST_LIMIT_VARIABLE, "64")
+        if not limit.strip().isdecimal():
+            raise ValueError(
+                f"environment variable {PINNED_HOST_LIMIT_VARIABLE} must be a number of GiB, got '{limit}'"
+            )
+        return int(limit) << 30
 
     def host_copy(self, pages: np.ndarray) -> HostCopy:
         """Pages dtype[n_layers, k, tp * page_elems] in the form they are copied from.

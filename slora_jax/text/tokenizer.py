@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from slora_jax.text import gguf_vocab
 from slora_jax.text.chat import DEFAULT, END_OF_TURN_TOKENS, ChatTemplate
 from slora_jax.text.streaming import StreamFactory, TextStream
+from slora_jax.text.token_bound import TokenBound
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -39,6 +40,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._streams = StreamFactory(backend)
+        self._bound = TokenBound(backend)
         self._chat = chat
         self._bos_token_id = bos_token_id
         self._eos_token_ids = frozenset(eos_token_ids) | self._end_of_turn_ids()
@@ -101,6 +103,12 @@ class Tokenizer:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:  # a lone surrogate, which JSON can spell
             raise ValueError("text must be a string of valid Unicode (it holds a lone surrogate?)") from error
+
+    def fewest_tokens(self, text: str) -> int:
+        """No more than `encode(text)` has, found without encoding it; 0 where that cannot be said of this
+        tokenizer.
+        """
+        return self._bound(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, spaces as they are; bytes that are not UTF-8 become U+FFFD, unknown ids ""."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,13 @@ def test_guesses_are_made_of_the_same_requests_and_counted() -> None:
     assert on.guesses >= on.guesses_useful + on.guesses_wasted
     assert on.guesses_useful > 0
     assert on.host_misses > 0
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_server_without_work_guesses_where_it_is_told_to(prefix_cache: bool) -> None:
+    fields: dict[str, Any] = {"watermark": 0.2, "seconds": 60.0, "seed": 0, "prefix_cache": prefix_cache}
+    runs = [_guess(8, 4, 1 << 60, idle_watermark=share, **fields)[2] for share in (None, 1.0, 0.0)]
+    none, off, on = (served.loader.stats() for served in runs)
+    assert none.guesses == off.guesses < on.guesses
+    assert len({len(served.requests) for served in runs}) == 1
+    assert runs[0].idle_seconds > 0

@@ -289,7 +289,7 @@ def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPat
         ("serve MODEL --drain-seconds nan", "--drain-seconds must be in [0, 1e+09], got nan"),
         ("serve MODEL --adapters a,b=./x", "adapters['a,b'] = './x': an adapter's name must have"),
         ("serve MODEL --api-key k --admin-api-key k", "--admin-api-key must differ from --api-key"),
-        ("demo --adapters-dir ./nowhere", "no adapter folders in nowhere"),
+        ("demo --adapters-dir ./nowhere", "no adapter at 'nowhere': give a local folder"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(
@@ -405,15 +405,16 @@ def test_an_error_of_a_running_batch_is_no_mistake_of_the_user(
         main(["generate", str(tiny_model_dir), "--prompts", str(prompts), *ENGINE])
 
 
-def test_demo_finds_adapter_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("b", "a"):
-        (tmp_path / "examples" / "adapters" / name).mkdir(parents=True)
-        (tmp_path / "examples" / "adapters" / name / "adapter_config.json").write_text("{}")
+def test_demo_finds_the_example_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "repository"
+    monkeypatch.setattr(demo, "__file__", str(repository / "slora_jax" / "cli" / "demo.py"))
     monkeypatch.chdir(tmp_path)
-    assert list(demo.find_adapters()) == ["a", "b"]
-    monkeypatch.chdir("/")
     with pytest.raises(FileNotFoundError, match="--adapters-dir"):
-        demo.find_adapters(tmp_path)
+        demo.example_adapters()
+    (repository / "examples" / "adapters").mkdir(parents=True)
+    assert demo.example_adapters() == repository / "examples" / "adapters"
+    (tmp_path / "examples" / "adapters").mkdir(parents=True)
+    assert demo.example_adapters().resolve() == tmp_path / "examples" / "adapters"
 
 
 def test_smollm2_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,75 +423,3 @@ def test_smollm2_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         smollm2.find_gguf()
     (tmp_path / "model.gguf").touch()
     assert smollm2.find_gguf() == tmp_path / "model.gguf"
-
-
-def folder_with_bad_ones(adapters: Path, folder: Path) -> Path:
-    """Two good adapters; one of a rank that is too high, one cut short, one whose name none can have."""
-    shutil.copytree(adapters, folder)
-    write_peft_adapter(folder / "big", ModelConfig.from_hf(TINY_CONFIG), {"q_proj": 12})
-    (shutil.copytree(adapters / "mlp", folder / "cut") / "adapter_model.safetensors").write_bytes(b"?")
-    shutil.copytree(adapters / "mlp", folder / "a,b")
-    return folder
-
-
-BAD = {  # of that folder, with a max_lora_rank of 9
-    "a,b": "adapters['a,b'] = '{folder}/a,b': an adapter's name must have 1 to 256 printable",
-    "big": "{folder}/big/adapter_config.json: field 'rank_pattern['q_proj']': rank 12 is above --max-lora",
-    "cut": "{folder}/cut/adapter_model.safetensors: corrupt or cut short",
-}
-
-
-def test_bad_adapters_of_a_folder_are_told_and_left_out(
-    talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    folder = folder_with_bad_ones(adapters, tmp_path / "many")
-    command = ["generate", str(talking_model), *ENGINE, "--max-tokens", "4", "--max-lora-rank", "9"]
-    command += ["--adapters-dir", str(folder), "--prompt-for", "mlp", "Hi"]
-    code, out, err = run_command(*command, capsys=capsys)
-    assert (code, bool(out), "Traceback" in err) == (0, True, False)
-    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert len(told) == 3
-    for name, reason in BAD.items():
-        start = f"adapter '{name}' is refused, and not served: {reason.format(folder=folder)}"
-        assert [line for line in told if line.startswith(start) and "\n" not in line], (start, told)
-
-    caplog.clear()
-    assert run_command(*command, "--lazy-adapters", "--json", capsys=capsys)[0] == 0
-    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert [line.split("'")[1] for line in told] == ["a,b", "big"]  # what is read later is refused later
-
-
-@pytest.mark.parametrize(
-    "more",
-    [["--strict-adapters"], ["--prompt-for", "big", "Hi"], ["--pinned-adapters", "big"], ["--adapter"]],
-    ids=str,
-)
-def test_a_bad_adapter_of_a_folder_that_is_needed_is_an_error(
-    more: list[str], talking_model: Path, adapters: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("slora_jax.engine.load_checkpoint", lambda *_, **__: pytest.fail("weights are read"))
-    folder = folder_with_bad_ones(adapters, tmp_path / "many")
-    shutil.rmtree(folder / "a,b")
-    if more == ["--adapter"]:
-        shutil.move(folder / "big", tmp_path)
-        more = ["--adapter", f"big={tmp_path / 'big'}"]
-    command = ["generate", str(talking_model), *ENGINE, "--max-lora-rank", "9", "--prompt", "Hi"]
-    code, _, err = run_command(*command, "--adapters-dir", str(folder), *more, capsys=capsys)
-    assert code == 2
-    assert "rank 12 is above --max-lora-rank 9" in err.splitlines()[-1]
-
-
-def test_a_folder_of_bad_adapters_alone_is_an_error(
-    talking_model: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = folder_with_bad_ones(adapters, tmp_path / "many")
-    for name in ("attention", "mlp"):
-        shutil.move(folder / name, tmp_path)
-    named = ["--adapter", f"good={tmp_path / 'mlp'}"]
-    command = ["generate", str(talking_model), *ENGINE, "--max-lora-rank", "9", "--prompt", "Hi", *named]
-    code, _, err = run_command(*command, "--adapters-dir", str(folder), capsys=capsys)
-    assert code == 2
-    last = err.splitlines()[-1]
-    assert f"--adapters-dir {folder}: none of its 3 adapters can be served; 'cut' is refused: " in last

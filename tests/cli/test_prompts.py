@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from slora_jax.text import Tokenizer
 from tests.cli.command import ENGINE, run_command
 
 
@@ -109,6 +110,24 @@ def test_a_wrong_line_of_prompts_is_told_with_its_place_before_weights_are_read(
         + re.escape(message).replace(r"\.\*", ".*")
     )
     assert re.search(pattern, err.splitlines()[-1]), err
+
+
+@pytest.mark.parametrize("flags", [[], ["--chat"]], ids=str)
+def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_tokenized(
+    flags: list[str],
+    talking_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it is tokenized"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "ab " * 10_000}))
+    command = ["generate", str(talking_model), "--prompts", str(path), *ENGINE, *flags]
+    code, _, err = run_command(*command, "--max-model-len", "20", capsys=capsys)
+    assert code == 2
+    told = rf"{path}, line 1, field 'prompt': the prompt has at least \d+ tokens; .* \(--max-model-len 20\)"
+    assert re.search(told, err.splitlines()[-1])
 
 
 def test_a_prompts_line_may_hold_what_unicode_calls_a_line_break(

@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from slora_jax.cli.main import main
+from slora_jax.cli.serve import SERVER_HELP, VARIABLES
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.engine import Engine
+from tests.cli.command import run_command
 from tests.conftest import TINY_CONFIG
 from tests.lora.peft_files import write_peft_adapter
 
@@ -66,22 +68,35 @@ def test_a_server_on_a_gpu_compiles_before_it_answers(
     assert made[0].warmup is warm
 
 
-@pytest.mark.parametrize("given", ["flag", "environment"])
-@pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
-def test_an_empty_key_is_refused_and_never_an_open_server(
-    key: str, given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("field", VARIABLES)
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("", "must not be empty"),  # of a shell's unset variable: never an open server
+        ("k\udce9", "must be UTF-8"),
+        ("same", "must differ from"),
+    ],
+)
+def test_a_wrong_value_is_told_by_the_flag_or_the_variable_that_gave_it(
+    field: str, wrong: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("slora_jax.server.serve.run_server", lambda *_, **__: pytest.fail("it serves"))
-    flags = []
-    if given == "flag":
-        monkeypatch.setenv(f"SLORA_{key.upper()}", "another")
-        flags = [f"--{key.replace('_', '-')}", ""]
-    else:
-        monkeypatch.setenv(f"SLORA_{key.upper()}", "")
-    assert main(["serve", "somewhere", *flags]) != 0
-    assert f"--{key.replace('_', '-')} must not be empty; leave it out" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    for other, variable in VARIABLES.items():
+        monkeypatch.setenv(variable, "same" if other != field else wrong)
+    code, _, err = run_command("serve", "somewhere", capsys=capsys)
+    assert (code, f"environment variable {VARIABLES[field]}" in err, told in err) == (2, True, True)
+    assert "--" not in err
+    assert ("; unset it to turn it off" in err) == (wrong == "")
+
+    monkeypatch.setenv(VARIABLES[field], "another")  # a flag goes before it
+    flag = f"--{field.replace('_', '-')}"
+    code, _, err = run_command("serve", "somewhere", flag, wrong, capsys=capsys)
+    assert (code, flag in err, told in err, VARIABLES[field] in err) == (2, True, True, False)
+    assert ("; leave it out to turn it off" in err) == (wrong == "")
+
+
+def test_the_help_names_the_variables() -> None:
+    assert all(f"${variable}" in SERVER_HELP[field] for field, variable in VARIABLES.items())
 
 
 def test_a_server_leaves_out_bad_adapters_of_a_folder_and_counts_them(

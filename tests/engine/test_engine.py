@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import slora_jax.runner
 from slora_jax import AdapterExistsError, EngineConfig, PromptError, SamplingParams, UnknownAdapterError
 from slora_jax.batch import PackedStep
+from slora_jax.compile_cache import enable_compile_cache
 from slora_jax.engine import Engine
 from slora_jax.lora.transfer import AdapterTransfer
 from slora_jax.programs import Program
@@ -478,11 +480,33 @@ def test_what_is_no_path_of_an_adapter(path: Any, engine: Engine) -> None:
             load("x", path)
 
 
-@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null", "/dev/null/x", "x" * 5000])
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null", "/dev/null/x", "x" * 5000, "~no-such-user/x"])
 def test_a_compile_cache_that_cannot_be(folder: str, tiny_model_dir: Path) -> None:
     config = EngineConfig(compile_cache_dir=folder)
     with pytest.raises(ValueError, match=r"compile_cache_dir '.*' cannot be made: .*; name another folder"):
         Engine.from_pretrained(tiny_model_dir, None, config)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("XDG_CACHE_HOME", "/dev/null", "'/dev/null/slora-jax/xla' (environment variable XDG_CACHE_HOME)"),
+        ("HOME", "/dev/null", "'~/.cache/slora-jax/xla' (the default)"),
+        ("HOME", "~", "'~/.cache/slora-jax/xla' (the default)"),  # nobody's
+    ],
+)
+def test_a_compile_cache_that_nobody_named_and_cannot_be(
+    variable: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv(variable, value)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with pytest.raises(ValueError, match=f"the compile cache {re.escape(told)} cannot be made: .*; name"):
+            enable_compile_cache(None)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_weights_that_changed_behind_their_old_size_and_time_are_refused(

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from slora_jax.lora import cuda_dma
-from slora_jax.lora.transfer import AdapterTransfer, HostCopy
+from slora_jax.lora.transfer import PINNED_HOST_LIMIT_VARIABLE, AdapterTransfer, HostCopy
 from slora_jax.sharding.mesh import make_mesh
 from slora_jax.step import POOL_SPEC
 from tests.lora.fake_dma import FakeDma, FakeEvent
@@ -189,3 +189,15 @@ def test_host_memory_of_a_copy_that_is_done_is_let_go() -> None:
     del host, copy
     gc.collect()
     assert alive() is None
+
+
+def test_xlas_limit_of_pinned_memory_is_read_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer, _ = make_transfer(1, "staged")
+    monkeypatch.delenv(PINNED_HOST_LIMIT_VARIABLE, raising=False)
+    assert transfer.pinned_host_limit == 64 << 30
+    monkeypatch.setenv(PINNED_HOST_LIMIT_VARIABLE, "3")
+    assert transfer.pinned_host_limit == 3 << 30
+    for wrong in ("", "-1", "1.5", "64G"):
+        monkeypatch.setenv(PINNED_HOST_LIMIT_VARIABLE, wrong)
+        with pytest.raises(ValueError, match=f"environment variable {PINNED_HOST_LIMIT_VARIABLE} must be"):
+            _ = transfer.pinned_host_limit

@@ -44,6 +44,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
+    def fewest_tokens(self, text: str) -> int:
+        return len(text.encode())
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         special = {BOS: "<bos>", EOS: "<eos>"}
         parts = itertools.groupby(ids, key=lambda t: t in special)

@@ -277,6 +277,29 @@ def test_health_answers_while_a_long_text_is_tokenized(path: str, body: dict[str
         assert _answers_health_meanwhile(live, gate, path, body) == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 300}),
+        ("/v1/completions", {"prompt": ["x", "x" * 300], "stream": True}),
+        ("/v1/chat/completions", {"messages": [MESSAGE, MESSAGE | {"content": "x" * 300}]}),
+    ],
+)
+def test_a_text_that_is_surely_too_long_is_refused_before_it_is_tokenized(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda *_: pytest.fail("it is tokenized"))
+    with serve(FakeEngine(tokenizer=ByteTokenizer())) as live:
+        answer = live.post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "prompt" if "prompt" in body else "messages")
+    assert "maximum context length is 256 tokens. However, your request has at least 3" in error["message"]
+
+
+def test_tokenize_counts_what_is_too_long_to_be_run(server: LiveServer) -> None:
+    assert server.post("/tokenize", {"prompt": "x" * 300, "add_special_tokens": False}).json()["count"] == 300
+
+
 def test_served_model_name(small: LiveServer) -> None:
     assert small.get("/v1/models").json()["data"][0]["id"] == "house-name"
     assert small.post("/v1/completions", {"prompt": "x"}).json()["model"] == "house-name"

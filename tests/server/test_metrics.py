@@ -21,8 +21,9 @@ from slora_jax.engine import Engine
 from slora_jax.outputs import SequenceMetrics, StreamEvent
 from slora_jax.request import GenerateRequest
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.server.async_engine import AsyncEngine, EngineLike
+from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.metrics import ServerMetrics
+from slora_jax.server.protocols import EngineLike
 from tests.engine.simulated_engine import MODEL, load, simulated_engine
 from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import FakeEngine

@@ -17,7 +17,7 @@ import pytest
 from slora_jax.config import EngineConfig, ModelConfig
 from slora_jax.engine import Engine
 from slora_jax.sampling_params import SamplingParams
-from slora_jax.server.async_engine import EngineLike
+from slora_jax.server.protocols import EngineLike
 from tests.conftest import TINY_CONFIG
 from tests.lora.peft_files import write_peft_adapter
 from tests.server.live import LiveServer, serve, wait_for

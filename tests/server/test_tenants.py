@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slora_jax.engine import Engine
 from slora_jax.request import GenerateRequest
-from slora_jax.server.async_engine import EngineLike
+from slora_jax.server.protocols import EngineLike
 from tests.engine.simulated_engine import simulated_engine
 from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import ByteTokenizer, FakeEngine

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from slora_jax.outputs import StreamEvent
-from slora_jax.server.async_engine import EngineLike
 from slora_jax.server.config import ServerConfig
+from slora_jax.server.protocols import EngineLike
 from tests.engine.simulated_engine import simulated_engine
 from tests.engine.slow_loading import Bench
 from tests.server.fake_engine import ByteTokenizer, FakeEngine

@@ -145,3 +145,4 @@ def _add_row_plainly(
     total = lax.fori_loop(first, end, block, jnp.zeros(width, jnp.float32))
     at = y.at[row, pl.ds(column, width)]
     at[...] = at[...] + total.astype(jnp.bfloat16)
+    plgpu.commit_smem()  # it takes a copy over weights that were read for a race without

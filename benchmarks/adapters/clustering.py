@@ -3,9 +3,9 @@
 Fewer adapters in a batch leave more of the pool to KV, so that more sequences run: that is what S-LoRA
 clusters for. It pays where memory limits the batch, not its slots, and where enough requests wait to choose
 from. So the pool, the adapters and the queue are those of S-LoRA's ablation (`papers.CLUSTER_...`): 14,500
-tokens, of which 32 adapters of setting S2 would take a quarter, and always 40 requests that wait, as where
-its 120 s end. `passes` is how many later requests may go before one (`cluster_max_passes`); its price are the
-first tokens of those that are passed over. sim_scheduler's `cluster` is the same on a virtual clock.
+tokens, of which 32 adapters of setting S2 would take a quarter, and always 40 requests that wait, as in its
+bursts. `passes` is how many later requests may go before one (`cluster_max_passes`); its price are the first
+tokens of those that are passed over. sim_scheduler's `cluster` is the same on a virtual clock.
 """
 
 from __future__ import annotations

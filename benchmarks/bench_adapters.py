@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_adapters loads cold thrash --model llama-2-7b
     python -m benchmarks.bench_adapters online fairness --model llama-2-7b --rate 60
-    python -m benchmarks.bench_adapters cluster --adapters-in-pool 8
+    python -m benchmarks.bench_adapters cluster
 
 Each part is a module of benchmarks/adapters, which says what it measures. All parts of a command share one
 model, one pool on the device and its compiled steps (`Workbench`); a part that wants another budget, policy
@@ -17,10 +17,25 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from benchmarks.adapters import clustering, cold, fairness, loads, online, thrash
-from benchmarks.adapters.workbench import Workbench, check_room, cut_pool, max_model_len, slot_pool
+from benchmarks.adapters.workbench import (
+    Workbench,
+    check_room,
+    cut_pool,
+    max_model_len,
+    slot_pool,
+    token_pool,
+)
 from benchmarks.arguments import COUNT, COUNT_OR_NONE, MOST, POSITIVE, number, policy, popularity
 from benchmarks.engine.models import MODELS
-from benchmarks.papers import FAIR_BATCH, FAIR_LONGEST, POLICIES, SHORTEST
+from benchmarks.papers import (
+    CLUSTER_ADAPTERS,
+    CLUSTER_TOKENS,
+    CLUSTER_WAITING,
+    FAIR_BATCH,
+    FAIR_LONGEST,
+    POLICIES,
+    SHORTEST,
+)
 from slora_jax.checks import Interval
 from slora_jax.engine import Engine
 from slora_jax.step_shape import StepShape
@@ -86,13 +101,14 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     some.add_argument("--seconds", type=POSITIVE, default=10.0, help="of a window")
     some.add_argument("--no-unified-memory", action="store_true", help="the same points on fixed slots, too")
     some.add_argument("--adapter-slots", type=COUNT, nargs="+", help="of these; default: C")
-    some = parser.add_argument_group("online, fairness and cluster")
+    some = parser.add_argument_group("online and fairness")
     some.add_argument("--adapters", type=COUNT, default=200, help="registered")
     some.add_argument("--alpha", type=POSITIVE, default=1.0, help="S-LoRA's: 1 is uniform, less is skewed")
     some.add_argument("--rate", type=POSITIVE, default=60.0, help="online: requests a second")
     some.add_argument("--cv", type=POSITIVE, default=2.0, help="online: of the gaps between arrivals")
     some.add_argument("--target", type=POSITIVE, default=6.0, help="online: seconds to a first token")
     some.add_argument("--online-seconds", type=POSITIVE, default=18.0, help="that requests come")
+    some.add_argument("--pool-tokens", type=COUNT, help="online: of the pool, instead of --adapters-in-pool")
     some.add_argument("--policies", type=policy, nargs="+", default=list(POLICIES))
     some.add_argument("--fair-policies", type=policy, nargs="+", default=["fcfs", "vtc", "vtc+cluster"])
     some.add_argument("--fair-seconds", type=POSITIVE, default=10.0, help="of a window, at least")
@@ -104,9 +120,13 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
         type=number(int, Interval(SHORTEST, MOST)),
         help=f"fairness: as --longest; default: {FAIR_LONGEST}, at most --longest",
     )
-    some.add_argument("--cluster-requests", type=COUNT, default=600, help="that wait from the start on")
+    some = parser.add_argument_group("cluster")
+    some.add_argument("--cluster-tokens", type=COUNT, default=CLUSTER_TOKENS, help="of the pool")
+    some.add_argument("--cluster-adapters", type=COUNT, default=CLUSTER_ADAPTERS, help="registered")
+    some.add_argument("--cluster-waiting", type=COUNT, default=CLUSTER_WAITING, help="requests, at any time")
+    some.add_argument("--cluster-seconds", type=POSITIVE, default=10.0, help="of a window")
     some.add_argument(
-        "--cluster-passes", type=COUNT_OR_NONE, nargs="+", default=[64, 256], help="cluster_max_passes"
+        "--cluster-passes", type=COUNT_OR_NONE, nargs="+", default=[16, 64, 256], help="cluster_max_passes"
     )
     some.add_argument("--cluster-alpha", type=POSITIVE, nargs="+", default=[1.0, 0.3])
     args = parser.parse_args(argv)
@@ -117,8 +137,11 @@ def main(argv: Sequence[str] | None = None, engine: Engine | None = None) -> Non
     if told := next(_unmeasurable(args, engine), None):
         parser.error(told)
     bench = Workbench(args, engine)
-    if {"online", "fairness", "cluster"} & set(args.what):  # before time is spent
+    if "fairness" in args.what or ("online" in args.what and not args.pool_tokens):  # before time is spent
         cut_pool(bench, args)
+    for what, tokens in (("online", args.pool_tokens), ("cluster", args.cluster_tokens)):
+        if what in args.what and tokens:
+            token_pool(bench, tokens)
     if "thrash" in args.what:
         check_room(bench, args, args.adapters_in_pool, max(args.working_set))
         for slots in args.adapter_slots if args.no_unified_memory else ():
@@ -134,8 +157,6 @@ def _unmeasurable(args: argparse.Namespace, engine: Engine | None) -> Iterator[s
     """What options together leave the parts that are asked for nothing to measure."""
     longest = max_model_len(args) if engine is None else engine.max_model_len
     step_tokens = args.step_tokens if engine is None else engine.config.max_step_tokens
-    if "cluster" in args.what and args.cluster_requests <= args.batch:
-        yield "--cluster-requests must be above --batch: what is compared are requests that wait"
     if "thrash" in args.what and args.thrash_batch > args.batch:
         yield "--thrash-batch must be at most --batch: steps are compiled for that many sequences"
     if "fairness" in args.what:

@@ -2,7 +2,9 @@
 
     python -m benchmarks.sim_scheduler schedule-step     # ms: batch 256, 10,000 queued, 100,000 adapters
     python -m benchmarks.sim_scheduler early-abort       # attainment, satisfaction, throughput (S-LoRA)
-    python -m benchmarks.sim_scheduler cluster           # throughput, adapter loads, first-token times
+    python -m benchmarks.sim_scheduler cluster           # throughput, sequences that run, first-token times
+    python -m benchmarks.sim_scheduler cluster-arrivals  # S-LoRA's ablation of it: alpha and cv
+    python -m benchmarks.sim_scheduler cluster-causes    # what clustering's gain depends on
     python -m benchmarks.sim_scheduler vtc               # fairness gap of two tenants, and its proven bound
     python -m benchmarks.sim_scheduler guesses           # first tokens with and without guessed adapters
     python -m benchmarks.sim_scheduler idle-guesses      # the same, also where a server without work guesses
@@ -24,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import sim_clustering
+from benchmarks.costs import A10G, ROUGH_H200, ROUGH_H200_LOADS
 from benchmarks.papers import (
     FAIR_BATCH,
     FAIR_LONGEST,
@@ -36,18 +40,10 @@ from benchmarks.papers import (
     vtc_bound,
 )
 from benchmarks.record import record
-from benchmarks.virtual_server import Arrival, LoadCost, StepCost, VirtualServer
+from benchmarks.virtual_server import Arrival, StepCost, VirtualServer
 from slora_jax.config import EngineConfig
 from slora_jax.lora.store import Adapter
 from slora_jax.scheduling.scheduler import StepPlan
-
-# Llama-2-7B on an H200 by bytes: 3.0 ms of weights, 48 us of KV a decode row at context
-# 400, prefill at 600 TFLOP/s, adapter pages at 4.3 TB/s from the pool and 50 GB/s from the host.
-H200 = StepCost(step=3.5e-3, decode=48e-6, prefill=23e-6, adapter_page=1e-6, loaded_page=84e-6)
-# Its loads, of bench_adapters cold: 263 ms of reading and 2.8 ms of copying at rank 64, 65 pages.
-H200_LOADS = LoadCost(read_page=4e-3, copy_page=43e-6)
-# An A10G, roughly (0.6 TB/s, 70 TFLOP/s in use): it serves a little over two requests a second.
-A10G = StepCost(step=0.028, decode=0.35e-3, prefill=0.2e-3, adapter_page=7e-6, loaded_page=0.35e-3)
 
 
 def schedule_step(args: argparse.Namespace) -> None:
@@ -74,7 +70,7 @@ def schedule_step(args: argparse.Namespace) -> None:
 def _time_schedule(policy: str, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, VirtualServer]:
     """Milliseconds of each step: by the clock f64[steps] and of CPU f64[steps]."""
     rng = np.random.default_rng(0)
-    served = _server(policy, H200, batch=args.batch, num_pages=args.pages, ttft_target_s=1e9)
+    served = _server(policy, ROUGH_H200, batch=args.batch, num_pages=args.pages, ttft_target_s=1e9)
     adapters = [served.register(f"adapter-{i}", (9, 17, 33, 65)[i % 4]) for i in range(args.registered)]
     coming = _requests(adapters, 1.0, 50, rng)
 
@@ -138,27 +134,21 @@ def early_abort(args: argparse.Namespace) -> None:
 
 
 def cluster(args: argparse.Namespace) -> None:
-    """Adapter clustering: 1000 requests at once, adapters of S2's ranks, a pool that holds few of them."""
-    for alpha, (policy, passes) in itertools.product(
-        (1.0, 0.3), (("fcfs", 0), ("cluster", 32), ("cluster", 256), ("vtc+cluster", 32))
-    ):
-        rng = np.random.default_rng(42)
-        served = _server(policy, H200, batch=64, num_pages=3000, cluster_max_passes=passes)
-        adapters = [served.register(f"a{i}", (9, 17, 33, 65)[i % 4]) for i in range(200)]
-        draws = _requests(adapters, alpha, 4, rng)
-        served.run([dataclasses.replace(next(draws), time=0.0) for _ in range(1000)])
-        order = list(dict.fromkeys(int(s.request.request_id) for s in served.admitted))
-        overtaken = [sum(o > request for o in order[:at]) for at, request in enumerate(order)]
-        first = [r.metrics.time_to_first_token or 0.0 for r in served.requests]
-        case = {"policy": policy, "max_passes": passes, "n": 200, "alpha": alpha, "cost": "H200"}
-        extra = {
-            "loads": served.loads,
-            "most_overtaken": max(overtaken),  # under vtc within a tenant and by its fair shares
-            "ttft_p50": round(float(np.median(first)), 2),
-            "ttft_p99": round(float(np.percentile(first, 99)), 2),
-            "preemptions": served.scheduler.preemptions,
-        }
-        _report("cluster", case, round(1000 / served.now, 2), "requests/s", **extra)
+    """Adapter clustering while requests always wait: throughput, sequences that run, whom it makes wait."""
+    for case, found in sim_clustering.backlogs():
+        _report("cluster", case, found.pop("output_tokens_per_s"), "output tokens/s", **found)
+
+
+def cluster_arrivals(args: argparse.Namespace) -> None:
+    """S-LoRA's ablation of clustering: how skewed popularity is (alpha), and how bursty arrivals are (cv)."""
+    for case, found in sim_clustering.arrivals():
+        _report("cluster_arrivals", case, found.pop("attainment"), "attainment", **found)
+
+
+def cluster_causes(args: argparse.Namespace) -> None:
+    """Why clustering gained less on a GPU than it did here, at 8c587b6: one thing after the other changed."""
+    for case, found in sim_clustering.causes():
+        _report("cluster_causes", case, found.pop("rate"), "requests/s", **found)
 
 
 def guesses(args: argparse.Namespace) -> None:
@@ -225,10 +215,10 @@ def _guess(
 ) -> _GuessRun:
     """Seconds to first tokens f64[requests], and in which states their adapters were found, str[requests]."""
     rng = np.random.default_rng(seed)
-    loads = dataclasses.replace(H200_LOADS, host_pages=host_pages)
+    loads = dataclasses.replace(ROUGH_H200_LOADS, host_pages=host_pages)
     config = _config("fcfs", batch=64, prefetch_watermark=watermark)
     served = VirtualServer(
-        config, 3000, H200, loads=loads, idle_watermark=idle_watermark, prefix_cache=prefix_cache
+        config, 3000, ROUGH_H200, loads=loads, idle_watermark=idle_watermark, prefix_cache=prefix_cache
     )
     adapters = [served.register(f"a{i}", (9, 17, 33, 65)[i % 4]) for i in rng.permutation(200)]
     draws = _requests(adapters, "zipf", 1, rng)
@@ -270,7 +260,7 @@ def vtc(args: argparse.Namespace) -> None:
     for (batch, longest), policy in itertools.product(shapes, ("fcfs", "vtc", "vtc+cluster")):
         bound = vtc_bound(batch, longest)
         rng = np.random.default_rng(42)
-        served = _server(policy, H200, batch=batch, num_pages=4000)
+        served = _server(policy, ROUGH_H200, batch=batch, num_pages=4000)
         adapters = [served.register(f"a{i}", 17) for i in range(50)]
         draws = _requests(adapters, 1.0, 1, rng, longest)
         services, gap = {"small": 0.0, "large": 0.0}, 0.0
@@ -329,7 +319,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = {
-        "schedule-step": schedule_step, "early-abort": early_abort, "cluster": cluster, "vtc": vtc,
+        "schedule-step": schedule_step, "early-abort": early_abort, "cluster": cluster,
+        "cluster-arrivals": cluster_arrivals, "cluster-causes": cluster_causes, "vtc": vtc,
         "guesses": guesses, "idle-guesses": idle_guesses,
     }  # fmt: skip
     parser.add_argument("what", choices=[*commands, "all"])

@@ -51,25 +51,56 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step: fixed, a decode row, a prefill token, a page of an adapter in the batch, a page
-    loaded.
+    """Seconds of a step: fixed; a decode row, a page of KV that decodes read; a token of a prompt, and any at
+    all; a page of an adapter in the batch, and any at all; a page loaded.
+
+    Decodes and tokens of prompts are padded to the next rung, decodes beside prompts to the highest, as
+    `ShapeBuckets` pads them; without rungs nothing is.
     """
 
     step: float = 0.01
     decode: float = 0.0
+    kv_page: float = 0.0
     prefill: float = 0.0
+    prefill_step: float = 0.0
     adapter_page: float = 0.0
+    adapter_step: float = 0.0
     loaded_page: float = 0.0
+    decode_rungs: tuple[int, ...] = ()
+    prefill_rungs: tuple[int, ...] = ()
+
+    def seconds(
+        self, *, decodes: int, kv_pages: int, prompt_tokens: int, adapters: int, loaded: int
+    ) -> float:
+        """Of a step with so many; `adapters` and `loaded` are pages."""
+        rows = _padded(decodes, self.decode_rungs)
+        if decodes and prompt_tokens:
+            rows = max((rows, *self.decode_rungs))
+        return (
+            self.step
+            + self.decode * rows
+            + self.kv_page * kv_pages
+            + self.prefill * _padded(prompt_tokens, self.prefill_rungs)
+            + self.prefill_step * (prompt_tokens > 0)
+            + self.adapter_page * adapters
+            + self.adapter_step * (adapters > 0)
+            + self.loaded_page * loaded
+        )
+
+
+def _padded(n: int, rungs: tuple[int, ...]) -> int:
+    return next((rung for rung in rungs if rung >= n), n) if n else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadCost:
     """Seconds a page of loads beside the steps: reads of folders, each for itself, and copies, one by one.
 
-    `host_pages` is how many pages of adapters host memory keeps.
+    `read_page` is None where all adapters lie in host memory from the start. `host_pages` is how many pages
+    of those that were read host memory keeps.
     """
 
-    read_page: float
+    read_page: float | None
     copy_page: float
     host_pages: int = 1 << 60
 
@@ -120,13 +151,15 @@ class VirtualServer:
             readers=self._readers,
         )
         self.waiting = WaitingQueue(config, self.clock)
+        self.cost = cost or StepCost()
         limits = SchedulerLimits.of(
-            config, max_mixed_prompt_tokens=config.max_step_tokens, max_prefill_seqs=config.max_batch_size
+            config,
+            max_mixed_prompt_tokens=config.max_step_tokens - max(self.cost.decode_rungs, default=0),
+            max_prefill_seqs=config.max_batch_size,
         )
         self.scheduler = Scheduler(
             limits, reclaim, self.store, self.loader, prefixes, self.waiting, self.clock
         )
-        self.cost = cost or StepCost()
         self.requests: list[Request] = []
         self.live: dict[Request, None] = {}
         self.admitted: list[Sequence] = []
@@ -142,7 +175,7 @@ class VirtualServer:
         """An adapter of so many pages."""
         shape = AdapterShape(_Sized(num_pages), 8, MODULES[:4])  # type: ignore[arg-type]
         path = f"/virtual/{name}"
-        if self._load_cost is None:
+        if self._load_cost is None or self._load_cost.read_page is None:
             return self.store.register(name, path, shape, num_pages, None, HostCopy(np.empty(0)))
         return self.store.register(name, path, shape, num_pages, FolderStamp(path, ()), None)
 
@@ -244,8 +277,10 @@ class VirtualServer:
 
     def read_seconds(self, adapter: str) -> float:
         """What a read of an adapter's folder takes."""
-        assert self._load_cost is not None, f"{adapter} has its host copy"
-        return self._load_cost.read_page * self.store.get(adapter).num_pages
+        cost = self._load_cost
+        assert cost is not None, f"{adapter} has its host copy"
+        assert cost.read_page is not None, f"{adapter} has its host copy"
+        return cost.read_page * self.store.get(adapter).num_pages
 
     def _read(self, path: str, checkpoint: Callable[[], None]) -> PreparedAdapter:
         adapter = self.store.get(path.removeprefix("/virtual/"))
@@ -297,14 +332,13 @@ class VirtualServer:
         return request
 
     def _seconds(self, plan: StepPlan) -> float:
-        cost = self.cost
         pages = {a: a.num_pages for c in plan if (a := c.sequence.adapter) is not None}
-        return (
-            cost.step
-            + cost.decode * len(plan.decodes)
-            + cost.prefill * sum(c.count for c in plan.prefills)
-            + cost.adapter_page * sum(pages.values())
-            + cost.loaded_page * self._loaded_pages
+        return self.cost.seconds(
+            decodes=len(plan.decodes),
+            kv_pages=sum(len(c.sequence.pages) for c in plan.decodes),
+            prompt_tokens=sum(c.count for c in plan.prefills),
+            adapters=sum(pages.values()),
+            loaded=self._loaded_pages,
         )
 
     def _collect(self, plan: StepPlan) -> None:

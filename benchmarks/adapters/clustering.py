@@ -1,21 +1,25 @@
-"""Adapter clustering (`cluster`): requests all there at once, for more adapters than the pool holds.
+"""Adapter clustering (`cluster`) where adapters take the room of sequences.
 
-As sim_scheduler's: what runs together should need few adapters, so that more of the pool is KV and fewer
-adapters come twice. `passes` is how many later requests may go before one (`cluster_max_passes`).
+Fewer adapters in a batch leave more of the pool to KV, so that more sequences run: that is what S-LoRA
+clusters for. It pays where memory limits the batch, not its slots, and where enough requests wait to choose
+from. So the pool, the adapters and the queue are those of S-LoRA's ablation (`papers.CLUSTER_...`): 14,500
+tokens, of which 32 adapters of setting S2 would take a quarter, and always 40 requests that wait, as in its
+bursts. `passes` is how many later requests may go before one (`cluster_max_passes`); its price are the first
+tokens of those that are passed over. sim_scheduler's `cluster` is the same on a virtual clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import time
 from typing import Any
 
-import numpy as np
-
-from benchmarks.adapters.workbench import Workbench, contended
-from benchmarks.adapters.workload import add
-from benchmarks.papers import SHORTEST
+from benchmarks.adapters.backlog import EngineServer, serve_backlog
+from benchmarks.adapters.workbench import Workbench, fitting, token_pool
+from benchmarks.adapters.workload import Workload
+from benchmarks.engine.random_adapters import SETTINGS, register_adapters
+from benchmarks.engine.steps import clear
+from benchmarks.papers import SHORTEST, by_popularity
 from slora_jax.step_shape import StepShape
 
 
@@ -25,44 +29,42 @@ def shapes(bench: Workbench, args: argparse.Namespace) -> list[StepShape]:
 
 
 def run(bench: Workbench, args: argparse.Namespace) -> None:
-    """Requests/s of as many as `cluster_requests`, first come first served and clustered, for each alpha."""
+    """Output tokens/s while requests always wait, first come first served and clustered, for each alpha.
+
+    RuntimeError, and no line, where the batch's slots are the limit or the pool holds all adapters.
+    """
     for alpha in args.cluster_alpha:
         for policy, passes in (("fcfs", 0), *(("cluster", n) for n in args.cluster_passes)):
-            served = bench.measured(functools.partial(serve_all, bench, args, policy, passes, alpha))
+            served = bench.measured(functools.partial(serve, bench, args, policy, passes, alpha))
+            running, resident, n = served["mean_running"], served["mean_resident"], args.cluster_adapters
+            if running > 0.95 * bench.batch or resident > 0.95 * n:
+                raise RuntimeError(
+                    f"{running} sequences of {bench.batch} run beside {resident} adapters of {n}: the pool "
+                    "is no limit, and nothing is compared; lower --cluster-tokens"
+                )
+            served["working_set_of_resident"] = round(n / resident, 2)
             case = {
-                "policy": policy, "passes": passes, "model": args.model, "n": args.adapters, "alpha": alpha,
-                "setting": args.setting, "batch": bench.batch, "adapters_in_pool": args.adapters_in_pool,
-                "requests": args.cluster_requests, "lengths": [SHORTEST, bench.longest],
+                "policy": policy, "passes": passes, "model": args.model, "n": n, "alpha": alpha,
+                "setting": args.setting, "pool_tokens": args.cluster_tokens,
+                "waiting": args.cluster_waiting, "lengths": [SHORTEST, bench.longest],
             }  # fmt: skip
-            bench.report("cluster", case, served.pop("rate"), "requests/s", **served)
+            bench.report("cluster", case, served.pop("output_tokens_per_s"), "output tokens/s", **served)
 
 
-def serve_all(
+def serve(
     bench: Workbench, args: argparse.Namespace, policy: str, passes: int, alpha: float
 ) -> dict[str, Any]:
-    """What came of requests that wait from the start on."""
-    engine, work = contended(bench, args, policy, alpha=alpha, cluster_max_passes=passes)
-    for _ in range(args.cluster_requests):
-        add(engine, work.draw())
-    compiled, running, adapters = bench.runner.compilations, list[int](), list[int]()
-    first: dict[str, float] = {}
-    began = time.perf_counter()
-    while engine.has_unfinished():
-        for event in engine.step():
-            first.setdefault(event.request_id, time.perf_counter() - began)
-            if event.finish_reason not in (None, "length"):
-                raise RuntimeError(f"a request ended by {event.finish_reason}: {event.error}")
-        if engine.stats().num_waiting:  # the batch is as full as memory lets it be
-            together = engine._scheduler.running
-            running.append(len(together))
-            adapters.append(len({sequence.adapter for sequence in together}))
-    seconds, stats = time.perf_counter() - began, engine.stats()
-    return {
-        "rate": round(args.cluster_requests / seconds, 2),
-        "mean_running": round(float(np.mean(running)), 1),
-        "mean_adapters_running": round(float(np.mean(adapters)), 1),
-        "ttft_s": [round(float(np.percentile([*first.values()], p)), 2) for p in (50, 99)],
-        "loads": stats.adapter_loads,
-        "preemptions": stats.preemptions,
-        "compilations": bench.runner.compilations - compiled,
-    }
+    """What comes of requests of which so many always wait."""
+    pages, n = token_pool(bench, args.cluster_tokens), args.cluster_adapters
+    fields = {"scheduling_policy": policy, "cluster_max_passes": passes, "max_batch_size": bench.batch}
+    engine = bench.engine(pages, **fields)
+    names = register_adapters(engine, bench.adapters(SETTINGS[args.setting]), n)
+    served = serve_backlog(
+        EngineServer(engine),
+        Workload(names, by_popularity(alpha, n), bench.longest, bench.vocab_size),
+        begun=fitting(bench, args, pages),
+        waiting=args.cluster_waiting,
+        seconds=args.cluster_seconds,
+    )
+    clear(engine)
+    return served

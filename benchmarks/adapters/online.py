@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.adapters.workbench import Workbench, contended
+from benchmarks.adapters.workbench import Workbench, contended, fitting, token_pool
 from benchmarks.adapters.workload import add, closed_loop
 from benchmarks.engine.steps import clear
 from benchmarks.papers import SHORTEST, gamma_arrivals, satisfaction
@@ -27,18 +27,26 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
     """Share of requests whose first token comes in time, while more arrive than can be served.
 
     The batch is full at the start, of sequences in a steady state; these are not judged. A quarter of the
-    requests are a "small" tenant's, the others a "large" one's.
+    requests are a "small" tenant's, the others a "large" one's. With `--pool-tokens` memory is the limit.
     """
-    closed_loop(*contended(bench, args, "fcfs"), min(1.0, args.online_seconds))  # compiles
+    closed_loop(*contended(bench, args, "fcfs", pages=_pages(bench, args)), min(1.0, args.online_seconds))
     for policy in args.policies:
         served = bench.measured(functools.partial(serve_arrivals, bench, args, policy))
         case = {
             "policy": policy, "model": args.model, "rate": args.rate, "cv": args.cv, "n": args.adapters,
             "alpha": args.alpha, "target_s": args.target, "setting": args.setting, "batch": bench.batch,
-            "adapters_in_pool": args.adapters_in_pool, "lengths": [SHORTEST, bench.longest],
-            "seconds": args.online_seconds,
+            "lengths": [SHORTEST, bench.longest], "seconds": args.online_seconds,
         }  # fmt: skip
+        if args.pool_tokens is None:
+            case["adapters_in_pool"] = args.adapters_in_pool
+        else:
+            case["pool_tokens"] = args.pool_tokens
         bench.report("online", case, served.pop("attainment"), "attainment", **served)
+
+
+def _pages(bench: Workbench, args: argparse.Namespace) -> int | None:
+    """Of a pool of `--pool-tokens`, where they are given."""
+    return None if args.pool_tokens is None else token_pool(bench, args.pool_tokens)
 
 
 def arrivals(args: argparse.Namespace) -> list[tuple[float, str]]:
@@ -50,10 +58,11 @@ def arrivals(args: argparse.Namespace) -> list[tuple[float, str]]:
 
 def serve_arrivals(bench: Workbench, args: argparse.Namespace, policy: str) -> dict[str, Any]:
     """What came of a gamma process of requests under a policy."""
-    engine, work = contended(bench, args, policy)
+    pages = _pages(bench, args)
+    engine, work = contended(bench, args, policy, pages=pages)
     due = arrivals(args)
     coming = [work.draw() for _ in due]
-    for _ in range(bench.batch):
+    for _ in range(bench.batch if pages is None else fitting(bench, args, pages)):
         add(engine, work.begun())
     while any(r.metrics.first_token_time is None for r in engine.requests.values()):
         engine.step()

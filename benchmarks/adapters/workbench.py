@@ -130,6 +130,26 @@ def cut_pool(
     return pages
 
 
+def token_pool(bench: Workbench, tokens: int) -> int:
+    """Pages of a pool of so many tokens, and the reserved one.
+
+    Ends with a message where the whole pool has fewer.
+    """
+    pages = 1 + tokens // bench.page_tokens
+    if pages > bench.num_pages:
+        raise SystemExit(
+            f"a pool of {tokens} tokens has {pages} pages, the one on the device {bench.num_pages}"
+        )
+    return pages
+
+
+def fitting(bench: Workbench, args: argparse.Namespace, pages: int) -> int:
+    """Sequences of a steady state, each with an adapter of its own, that so many pages hold on average."""
+    sequences = 1000
+    each = mean_kv(sequences, bench.longest, bench.page_tokens) / sequences + _adapter_pages(bench, args)
+    return max(1, min(bench.batch, int((pages - 1) / each)))
+
+
 def mean_pool(bench: Workbench, args: argparse.Namespace) -> int:
     """Pages that hold the KV of --thrash-batch sequences on average, and --adapters-in-pool adapters."""
     kv = 1 + mean_kv(args.thrash_batch, bench.longest, bench.page_tokens)
@@ -177,20 +197,20 @@ def contended(
     bench: Workbench,
     args: argparse.Namespace,
     policy: str,
-    alpha: float | None = None,
     *,
+    pages: int | None = None,
     batch: int | None = None,
     longest: int | None = None,
     **fields: Any,
 ) -> tuple[Engine, Workload]:
-    """An engine under a policy whose pool holds few of its adapters, and requests for them; `batch` and
-    `longest` (None: those of the bench) are at most the bench's.
+    """An engine under a policy whose pool holds few of its adapters (None: `cut_pool`), and requests for
+    them; `batch` and `longest` (None: those of the bench) are at most the bench's.
     """
-    cut = cut_pool(bench, args, batch=batch, longest=longest)
+    cut = pages or cut_pool(bench, args, batch=batch, longest=longest)
     fields |= {"max_batch_size": batch or bench.batch, "ttft_target_s": args.target}
     engine = bench.engine(cut, scheduling_policy=policy, **fields)
     names = register_adapters(engine, bench.adapters(SETTINGS[args.setting]), args.adapters)
-    pick = by_popularity(args.alpha if alpha is None else alpha, len(names))
+    pick = by_popularity(args.alpha, len(names))
     return engine, Workload(names, pick, longest or bench.longest, bench.vocab_size)
 
 

@@ -32,10 +32,15 @@ class Workload:
     """
 
     def __init__(
-        self, names: Sequence[str], pick: Callable[[np.random.Generator], int], longest: int, vocab: int
+        self,
+        names: Sequence[str],
+        pick: Callable[[np.random.Generator], int],
+        longest: int,
+        vocab: int,
+        seed: int = 42,
     ) -> None:
         self._names, self._pick, self._longest, self._vocab = names, pick, longest, vocab
-        self._rng = np.random.default_rng(42)
+        self._rng = np.random.default_rng(seed)
 
     def draw(self) -> Draw:
         """The next one that arrives."""

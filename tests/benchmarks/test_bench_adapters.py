@@ -8,20 +8,22 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import benchmarks.record
 from benchmarks import bench_engine
-from benchmarks.adapters import workbench
+from benchmarks.adapters import clustering, workbench
 from benchmarks.adapters.loads import LoadStream
+from benchmarks.adapters.workbench import Workbench
 from benchmarks.adapters.workload import kv_room, running_lengths
 from benchmarks.bench_adapters import main
 from benchmarks.engine.models import make_engine
 from benchmarks.engine.random_adapters import make_resident, random_adapters, register_adapters
-from benchmarks.papers import by_popularity
+from benchmarks.papers import by_popularity, most_overtaken
 
 TINY = "--model tiny --batch 4 --longest 24 --step-tokens 12 --num-pages 1200 --setting S1".split()
 Lines = dict[str, list[dict[str, Any]]]
@@ -131,13 +133,42 @@ def test_policies_meet_real_arrivals(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_clustered_requests_share_fewer_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    arguments = "cluster --adapters-in-pool 3 --adapters 12 --cluster-requests 80"
-    lines = run(monkeypatch, tmp_path, f"{arguments} --cluster-passes 80 --cluster-alpha 1.0")["cluster"]
+    arguments = "cluster --cluster-tokens 256 --cluster-adapters 8 --cluster-waiting 12 --cluster-seconds 2"
+    lines = run(monkeypatch, tmp_path, f"{arguments} --cluster-passes 40 --cluster-alpha 1.0")["cluster"]
     fcfs, clustered = lines
-    assert [line["case"]["passes"] for line in lines] == [0, 80]
+    assert [line["case"]["passes"] for line in (fcfs, clustered)] == [0, 40]
     assert clustered["mean_adapters_running"] < fcfs["mean_adapters_running"]
-    assert clustered["loads"] < fcfs["loads"]
-    assert fcfs["value"] > 0
+    assert clustered["mean_running"] > fcfs["mean_running"]
+    assert clustered["loads"] / clustered["requests_per_s"] < fcfs["loads"] / fcfs["requests_per_s"]
+    assert fcfs["most_overtaken"] < clustered["most_overtaken"]
+    for line in (fcfs, clustered):
+        assert line["value"] > 0
+        assert line["mean_running"] < line["most_running"] <= 4
+        assert line["working_set_of_resident"] == pytest.approx(8 / line["mean_resident"], rel=0.01)
+        p50, p99 = line["ttft_s"]
+        assert 0 < p50 <= p99
+        assert line["compilations"] == 0
+
+
+@pytest.mark.parametrize(("running", "resident"), [(3.9, 2.0), (2.0, 7.9)])
+def test_a_pool_that_is_no_limit_compares_no_policies(
+    running: float, resident: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that are all taken, or all adapters resident: clustering has nothing to gain there."""
+    found = {"mean_running": running, "mean_resident": resident}
+    monkeypatch.setattr(clustering, "serve", lambda *_: found)
+    bench = SimpleNamespace(batch=4, measured=lambda measure: measure(), report=pytest.fail)
+    args = argparse.Namespace(cluster_alpha=[1.0], cluster_passes=[], cluster_adapters=8)
+    with pytest.raises(RuntimeError, match="the pool is no limit, and nothing is compared"):
+        clustering.run(cast(Workbench, bench), args)
+
+
+def test_arrivals_meet_a_pool_of_so_many_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = "online --pool-tokens 640 --adapters 12 --rate 40 --target 0.4 --online-seconds 0.5"
+    [line] = run(monkeypatch, tmp_path, f"{arguments} --policies cluster")["online"]
+    assert line["case"]["pool_tokens"] == 640
+    assert "adapters_in_pool" not in line["case"]
+    assert 0 <= line["satisfaction"] <= line["value"] <= 1
 
 
 def test_a_working_set_that_no_pool_holds_is_refused_before_anything_runs(
@@ -145,6 +176,9 @@ def test_a_working_set_that_no_pool_holds_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(SystemExit, match="lower --adapters-in-pool"):
         run(monkeypatch, tmp_path, "thrash --adapters-in-pool 1000")
+    for command in ("cluster --cluster-tokens", "online --pool-tokens"):
+        with pytest.raises(SystemExit, match="a pool of 20000 tokens has 1251 pages, the one on the device"):
+            run(monkeypatch, tmp_path, f"{command} 20000")
     with pytest.raises(SystemExit, match=r"200 slots of 8 pages .* lower --adapter-slots"):
         run(monkeypatch, tmp_path, "thrash --no-unified-memory --adapter-slots 2 200")
 
@@ -167,6 +201,13 @@ def test_popularity_draws_what_its_name_says() -> None:
         draws = np.bincount([pick(rng) for _ in range(20_000)], minlength=4)
         assert draws[0] / 20_000 == pytest.approx(first, abs=0.02)
         assert len(draws) == 4
+
+
+def test_those_that_still_wait_count_as_overtaken() -> None:
+    assert most_overtaken([0, 1, 2], [3, 4]) == 0
+    assert most_overtaken([1, 2, 0, 3], []) == 2
+    assert most_overtaken([1, 3, 2], [0, 4]) == 3
+    assert most_overtaken([], [0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -210,10 +251,12 @@ def test_popularity_draws_what_its_name_says() -> None:
         ("fairness --fair-batch 5", "--fair-batch and --fair-longest must be at most --batch and --longest"),
         ("fairness --fair-longest 25", "--fair-batch and --fair-longest must be at most --batch and"),
         ("fairness --fair-longest 7", "--fair-longest: must be in [8, 1000000], got 7"),
-        ("cluster --cluster-requests 0", "--cluster-requests: must be in [1, 1000000]"),
-        (f"cluster --cluster-requests {10**400}", "--cluster-requests: must be in [1, 1000000]"),
-        ("cluster --cluster-requests -3", "--cluster-requests: must be in [1, 1000000]"),
-        ("cluster --cluster-requests 4", "--cluster-requests must be above --batch"),
+        ("cluster --cluster-tokens 0", "--cluster-tokens: must be in [1, 1000000]"),
+        ("cluster --cluster-adapters 0", "--cluster-adapters: must be in [1, 1000000]"),
+        ("cluster --cluster-waiting 0", "--cluster-waiting: must be in [1, 1000000]"),
+        (f"cluster --cluster-waiting {10**400}", "--cluster-waiting: must be in [1, 1000000]"),
+        ("cluster --cluster-seconds 0", "--cluster-seconds: must be above 0 and at most 1000000, got 0"),
+        ("online --pool-tokens 0", "--pool-tokens: must be in [1, 1000000], got 0"),
         ("cluster --cluster-passes 4 -1", "--cluster-passes: must be in [0, 1000000], got -1"),
         ("cluster --cluster-alpha 1 0", "--cluster-alpha: must be above 0 and at most 1000000, got 0"),
         ("cluster --cluster-alpha -1", "--cluster-alpha: must be above 0 and at most 1000000, got -1"),

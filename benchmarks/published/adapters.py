@@ -130,7 +130,8 @@ CLUSTER = Table(
     "Clustering",
     "600 requests that all wait for 200 adapters, 7B shape: served as they came, or with at most `passes` "
     "later ones before one. alpha is S-LoRA's: 1 is uniform, less is skewed. The pool was to hold 8 "
-    "adapters and held some 150, so it limited nothing ([why](experiments.md#clustering)); a smaller one is simulated below.",
+    "adapters and held some 150, so it limited nothing ([why](experiments.md#clustering)); a smaller one is "
+    "simulated below.",
     ("alpha", "policy", "passes"),
     (
         Column("requests/s", "**{:.1f}**"),

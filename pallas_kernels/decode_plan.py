@@ -19,19 +19,19 @@ FIRST_PAGES = 11  # the column of a stretch's first page id
 
 
 class DecodePlan(NamedTuple):
-    """Where each of `blocks` stretches of chunks starts and ends, and what its first copies need.
+    """Where each of n stretches of chunks starts and ends, and what its first copies need.
 
     An *item* is a (sequence, KV head); a *part* of one is its chunks in a stretch whose border cuts it.
     """
 
     walk: jax.Array  # i32[b, 2] sequences that have context, in order, each with its length; then zeros
-    # i32[blocks, n], n a multiple of 16, so that a stretch lies in whole lines of 64 bytes. Columns:
+    # i32[n, columns], a multiple of 16 columns, so that a stretch lies in whole lines of 64 bytes. Columns:
     #  0-2  where it starts: row of `walk`, KV head, chunk;  3  how many chunks it has
     #  4-7  the sequence that it starts in and its length, and those of the next, as in `walk`
     #  8-9  the stretch in which its first item begins, and how many after that one go on with the item
     #   10  how many after this one go on with the item that its end cuts, if that begins in it; else 0
     #  11-  page ids of its first chunk, then zeros
-    stretch: jax.Array
+    stretches: jax.Array
 
 
 def plan_decode(
@@ -41,10 +41,10 @@ def plan_decode(
     n_kv: int,
     page_tokens: int,
     chunk: int,
-    blocks: int,
+    n_stretches: int,
     item_cost: int = ITEM_COST,
 ) -> DecodePlan:
-    """Deal ceil(kv_len / chunk) * n_kv chunks of all sequences to `blocks` stretches of equal cost.
+    """Deal ceil(kv_len / chunk) * n_kv chunks of all sequences to `n_stretches` stretches of equal cost.
 
     kv_len int32 [b]; page_table int32 [b, m]; chunk in tokens, whole pages. A chunk costs CHUNK_COST, an
     item `item_cost` beside its chunks: a stretch of many short items has fewer chunks.
@@ -60,9 +60,9 @@ def plan_decode(
     ends = jnp.minimum(order + 1, jnp.sum(steps > 0)) * n_kv * item_cost + chunks * CHUNK_COST
     total = ends[-1]
     least = MIN_CHUNKS * CHUNK_COST + item_cost  # every stretch but those beyond the end has a chunk
-    quota = jnp.maximum(least, (total + blocks - 1) // blocks)
+    quota = jnp.maximum(least, (total + n_stretches - 1) // n_stretches)
     # Borders of stretches, the last one's end too: the chunk at or after so much cost.
-    border = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * quota, total)
+    border = jnp.minimum(jnp.arange(n_stretches + 1, dtype=jnp.int32) * quota, total)
     j = jnp.minimum(jnp.sum(ends <= border[:, None], axis=1, dtype=jnp.int32), b - 1)
     n = jnp.maximum((lens[j] + chunk - 1) // chunk, 1)
     cost = n * CHUNK_COST + item_cost
@@ -75,18 +75,18 @@ def plan_decode(
     more = jnp.where(n > 1, (border - rest + cost - CHUNK_COST) // quota - owner, 0)
     head, i = jnp.where(i < n, head, head + 1), jnp.where(i < n, i, 0)
     j, head = jnp.where(head < n_kv, j, jnp.minimum(j + 1, b - 1)), jnp.where(head < n_kv, head, 0)
-    begins_before_end = (border < total) & (i > 0) & (owner == jnp.arange(-1, blocks, dtype=jnp.int32))
+    begins_before_end = (border < total) & (i > 0) & (owner == jnp.arange(-1, n_stretches, dtype=jnp.int32))
     last = jnp.where(begins_before_end, more, 0)[1:]
     sequences = [x[at] for at in (j, jnp.minimum(j + 1, b - 1)) for x in (seqs, lens)]
     columns = (j, head, i, line[1:] - line[:-1], *sequences, owner, more, last)
-    places = jnp.stack([x[:blocks] for x in columns], axis=1)
-    stretch = jnp.concatenate([places, _first_pages(places, page_table, chunk // page_tokens)], axis=1)
-    stretch = jnp.pad(stretch, ((0, 0), (0, -stretch.shape[1] % 16)))
-    return DecodePlan(jnp.stack([seqs, lens], axis=1), stretch)
+    places = jnp.stack([x[:n_stretches] for x in columns], axis=1)
+    stretches = jnp.concatenate([places, _first_pages(places, page_table, chunk // page_tokens)], axis=1)
+    stretches = jnp.pad(stretches, ((0, 0), (0, -stretches.shape[1] % 16)))
+    return DecodePlan(jnp.stack([seqs, lens], axis=1), stretches)
 
 
 def _first_pages(places: jax.Array, page_table: jax.Array, pages: int) -> jax.Array:
-    """i32[blocks, pages]: the ids of the first chunk's pages of stretches that start at `places`."""
+    """i32[n_stretches, pages]: the ids of the first chunk's pages of stretches that start at `places`."""
     seq, chunk = places[:, 4, None], places[:, 2, None]
     column = chunk * pages + jnp.arange(pages, dtype=jnp.int32)
     return page_table[seq, jnp.minimum(column, page_table.shape[1] - 1)]

@@ -30,7 +30,7 @@ from slora_jax.pallas_kernels.mosaic_decode_copy import copy_stretch
 from slora_jax.pallas_kernels.mosaic_decode_output import merge_kernel
 from slora_jax.pallas_kernels.mosaic_decode_shape import DecodeMemory, DecodeShape, query_rows
 
-BLOCKS = 264  # stretches: two on each of an H100's or H200's 132 multiprocessors
+STRETCHES = 264  # two on each of an H100's or H200's 132 multiprocessors
 CONSUMERS = 2  # warpgroups of a thread block that multiply, each with a stretch of its own
 CHUNK_ELEMS = 8192  # of K in a chunk: 64 tokens of head_dim 128
 SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, barriers aside
@@ -46,7 +46,7 @@ def decode_attention(
     n_kv: int,
     page_tokens: int,
     scale: float,
-    blocks: int = BLOCKS,
+    n_stretches: int = STRETCHES,
     consumers: int = CONSUMERS,
     stages: int | None = None,
     chunk: int | None = None,
@@ -60,9 +60,9 @@ def decode_attention(
     h // (h / n_kv). Products of bf16, sums in float32; weights are rounded to bf16 before they meet V.
     Returns bf16 [s, h, e]. Raises ValueError where the shapes are beyond the kernel's limits.
 
-    Tunings: blocks, the stretches that chunks are dealt to; consumers, multiplying warpgroups of a thread
-    block; stages, chunks in flight for each (None: as many as shared memory holds); chunk, its tokens;
-    item_cost as in `plan_decode`. Pallas's interpreter (`interpret`) has no atomics: there a second kernel
+    Tunings: n_stretches, to which chunks are dealt; consumers, multiplying warpgroups of a thread block;
+    stages, chunks in flight for each (None: as many as shared memory holds); chunk, its tokens; item_cost as
+    in `plan_decode`. Pallas's interpreter (`interpret`) has no atomics: there a second kernel
     adds the parts of cut items, by the same code.
     """
     chunk = chunk or CHUNK_ELEMS // (128 if q.shape[-1:] == (128,) else 64)
@@ -72,8 +72,8 @@ def decode_attention(
         raise ValueError(
             f"kv_len {kv_len.shape} and page_table {page_table.shape} must have a row for each of {s} queries"
         )
-    if consumers not in (1, 2) or blocks < 1 or blocks % consumers:
-        raise ValueError(f"blocks {blocks} must be a multiple of consumers {consumers} (1 or 2)")
+    if consumers not in (1, 2) or n_stretches < 1 or n_stretches % consumers:
+        raise ValueError(f"n_stretches {n_stretches} must be a multiple of consumers {consumers} (1 or 2)")
     most = _stages(consumers, chunk, e, query_rows(h // n_kv))
     if not most:
         raise ValueError(
@@ -90,7 +90,7 @@ def decode_attention(
         n_kv=n_kv,
         page_tokens=page_tokens,
         chunk=chunk,
-        blocks=blocks,
+        n_stretches=n_stretches,
         item_cost=item_cost,
     )
     shape = DecodeShape(
@@ -102,8 +102,8 @@ def decode_attention(
         e=e,
         page_tokens=page_tokens,
         n_pages=n_pages,
-        blocks=blocks,
-        stretch=plan.stretch.shape[1],
+        n_stretches=n_stretches,
+        columns=plan.stretches.shape[1],
         consumers=consumers,
         stages=stages,
         chunk=chunk,
@@ -115,17 +115,17 @@ def decode_attention(
         q = jnp.pad(q.reshape(s, n_kv, -1, e), ((0, 0), (0, 0), (0, shape.stride - shape.group), (0, 0)))
     out, parts, sums = _attend_kernel(shape, interpret)(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        plan.stretch.reshape(-1),
+        plan.stretches.reshape(-1),
         plan.walk.reshape(-1),
         kv_len,
         page_table.reshape(-1),
         whole_tiles(q.reshape(-1, e)),
         rows,
-        jax.new_ref(jnp.zeros(blocks, jnp.int32)),
+        jax.new_ref(jnp.zeros(n_stretches, jnp.int32)),
     )
     if interpret is not None:
         ref = jax.new_ref(out)
-        merge_kernel(shape, interpret)(plan.stretch.reshape(-1), parts, sums, ref)
+        merge_kernel(shape, interpret)(plan.stretches.reshape(-1), parts, sums, ref)
         out = jax.freeze(ref)
     attended: jax.Array = out.reshape(s, h, e)
     return attended
@@ -140,23 +140,23 @@ def _stages(consumers: int, chunk: int, e: int, rows: int) -> int:
 
 @functools.cache
 def _attend_kernel(shape: DecodeShape, interpret: Any) -> Any:
-    """The kernel from (layer, stretch, walk, kv_len, table, q, pool rows, counters) to (out, parts, sums)."""
+    """The kernel from the operands of `DecodeMemory` to (out, parts, sums)."""
     z, bf16, f32 = shape, jnp.bfloat16, jnp.float32
 
     def decode(*refs: Any, **scratch: Any) -> None:
         m = DecodeMemory(*refs, **scratch)
         wg = lax.axis_index("wg")
-        first_block = lax.axis_index("block") * z.consumers
+        first_stretch = lax.axis_index("block") * z.consumers
 
         @pl.when(wg < z.consumers)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
-            attend_stretch(z, m, first_block + wg, wg)
+            attend_stretch(z, m, first_stretch + wg, wg)
 
         @pl.when(wg == z.consumers)
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            plgpu.warp_map(functools.partial(copy_stretch, z, m, first_block))
+            plgpu.warp_map(functools.partial(copy_stretch, z, m, first_stretch))
 
     each = z.consumers * z.stages
     scratch: Any = {
@@ -173,12 +173,12 @@ def _attend_kernel(shape: DecodeShape, interpret: Any) -> Any:
         "v_free": plgpu.Barrier(num_barriers=each),
     }
     out = jax.ShapeDtypeStruct((z.batch * z.n_kv * z.group, z.e), bf16)
-    parts = jax.ShapeDtypeStruct((z.blocks * 2, z.e, z.rows), f32)
-    sums = jax.ShapeDtypeStruct((z.blocks * 2 * 2 * z.rows,), f32)
+    parts = jax.ShapeDtypeStruct((z.n_stretches * 2, z.e, z.rows), f32)
+    sums = jax.ShapeDtypeStruct((z.n_stretches * 2 * 2 * z.rows,), f32)
     return plgpu.kernel(
         decode,
         out_type=(out, parts, sums),
-        grid=(z.blocks // z.consumers,),
+        grid=(z.n_stretches // z.consumers,),
         grid_names=("block",),
         num_threads=z.consumers + 1,
         thread_name="wg",

@@ -32,13 +32,13 @@ from slora_jax.pallas_kernels.mosaic_decode_walk import Cut, Place, numbers, pla
 LOG2E = math.log2(math.e)
 
 
-def attend_stretch(z: DecodeShape, m: DecodeMemory, block: Any, wg: Any) -> None:
-    """The chunks of stretch `block`, item by item, and rows without context."""
-    *start, count = numbers(z, m, block, 0, 4)
-    padding = [block + n * z.blocks for n in range(pl.cdiv(z.batch, z.blocks))]
+def attend_stretch(z: DecodeShape, m: DecodeMemory, stretch: Any, wg: Any) -> None:
+    """The chunks of a stretch, item by item, and rows without context."""
+    *start, count = numbers(z, m, stretch, 0, 4)
+    padding = [stretch + n * z.n_stretches for n in range(pl.cdiv(z.batch, z.n_stretches))]
     # Loaded at the end, these would be waited for.
     lengths = [m.kv_len[jnp.minimum(seq, z.batch - 1)] for seq in padding]
-    cut = Cut(*numbers(z, m, block, 8, 11))
+    cut = Cut(*numbers(z, m, stretch, 8, 11))
 
     def segment_step(carry: Any) -> Any:
         """The chunks of one item that lie in this stretch."""
@@ -57,11 +57,11 @@ def attend_stretch(z: DecodeShape, m: DecodeMemory, block: Any, wg: Any) -> None
         whole = begins & ends
         pl.when(whole)(lambda: write_item(z, m.o_s.at[wg], m.out, acc, total, item))
         part = (acc, top, total)
-        pl.when(jnp.logical_not(whole))(lambda: store_part(z, m, wg, part, block, item, begins, cut))
+        pl.when(jnp.logical_not(whole))(lambda: store_part(z, m, wg, part, stretch, item, begins, cut))
         following = place_after(z, m, at, at.i + here - 1)
         return c + here, following, segment + 1
 
-    carry = (jnp.int32(0), Place(*start, *numbers(z, m, block, 4, 8)), jnp.int32(0))
+    carry = (jnp.int32(0), Place(*start, *numbers(z, m, stretch, 4, 8)), jnp.int32(0))
     lax.while_loop(lambda carry: carry[0] < count, segment_step, carry)
     for seq, length in zip(padding, lengths, strict=True):
         pl.when((seq < z.batch) & (length == 0))(functools.partial(clear_row, z, m, wg, seq))

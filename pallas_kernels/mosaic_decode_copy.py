@@ -18,10 +18,10 @@ from slora_jax.pallas_kernels.mosaic_decode_shape import DecodeMemory, DecodeSha
 from slora_jax.pallas_kernels.mosaic_decode_walk import Place, numbers, place_after
 
 
-def copy_stretch(z: DecodeShape, m: DecodeMemory, first_block: Any, warp: Any) -> None:
+def copy_stretch(z: DecodeShape, m: DecodeMemory, first_stretch: Any, warp: Any) -> None:
     """One warp's pages of every chunk of one warpgroup's stretch; the first of its warps copies q too."""
     to, part = lax.div(warp, z.warps), lax.rem(warp, z.warps)
-    *start, count = numbers(z, m, first_block + to, 0, 4)
+    *start, count = numbers(z, m, first_stretch + to, 0, 4)
     first_page = m.layer[0] * z.n_pages
 
     def copy(half: int, ids: list[Any], at: Place, slot: Any) -> None:
@@ -66,9 +66,9 @@ def copy_stretch(z: DecodeShape, m: DecodeMemory, first_block: Any, warp: Any) -
         pl.when(mine)(lambda: copy(1, ids, at, slot))
         return there, next_ids, segment + opens.astype(jnp.int32)
 
-    at = Place(*start, *numbers(z, m, first_block + to, 4, 8))
-    first = (first_block + to) * z.stretch + FIRST_PAGES + part * z.pages_each
-    ids = [m.stretch[first + p] for p in range(z.pages_each)]
+    at = Place(*start, *numbers(z, m, first_stretch + to, 4, 8))
+    first = (first_stretch + to) * z.columns + FIRST_PAGES + part * z.pages_each
+    ids = [m.stretches[first + p] for p in range(z.pages_each)]
     # Never true. It has what the first copies need loaded before the first branch, at once.
     loaded = [*at, first_page, *ids]
     count = jnp.where(functools.reduce(jnp.minimum, loaded) == -(2**31), 0, count)

@@ -56,16 +56,16 @@ def clear_row(z: DecodeShape, m: DecodeMemory, wg: Any, seq: Any) -> None:
 
 
 def store_part(
-    z: DecodeShape, m: DecodeMemory, wg: Any, values: Part, block: Any, item: Any, begins: Any, cut: Cut
+    z: DecodeShape, m: DecodeMemory, wg: Any, values: Part, stretch: Any, item: Any, begins: Any, cut: Cut
 ) -> None:
-    """Store the part of a cut item that lies in stretch `block`; add all its parts if this is the last."""
-    part = block * 2 + begins.astype(jnp.int32)
+    """Store the part of a cut item that lies in a stretch; add all its parts if this is the last."""
+    part = stretch * 2 + begins.astype(jnp.int32)
     m.parts[part], top, total = values
     m.sums[pl.ds(part * 2 * z.rows, z.rows)] = top
     m.sums[pl.ds((part * 2 + 1) * z.rows, z.rows)] = total
     if z.interpreted:  # `merge_kernel` adds them
         return
-    owner = jnp.where(begins, block, cut.owner)
+    owner = jnp.where(begins, stretch, cut.owner)
     others = jnp.where(begins, cut.last_others, cut.others)
     last = _arrive(m.counters.at[owner], others)
 
@@ -111,9 +111,9 @@ def _arrive(counter: Any, others: Any) -> Any:
     return inline(arrive)(counter, others)
 
 
-def _merged(z: DecodeShape, parts: Any, sums: Any, block: Any, more: Any) -> tuple[Any, Any]:
+def _merged(z: DecodeShape, parts: Any, sums: Any, stretch: Any, more: Any) -> tuple[Any, Any]:
     """An item's sum of weighted values [e, rows] and sum of weights [rows], of its parts in their order."""
-    part = functools.partial(_load_part, z, parts, sums, block, more)
+    part = functools.partial(_load_part, z, parts, sums, stretch, more)
     ahead = MERGE_ELEMS // (z.rows * 128)  # as many of head_dim 64
 
     def further(n: Any, carry: Part) -> Part:
@@ -125,12 +125,12 @@ def _merged(z: DecodeShape, parts: Any, sums: Any, block: Any, more: Any) -> tup
     return acc, total
 
 
-def _load_part(z: DecodeShape, parts: Any, sums: Any, block: Any, more: Any, n: Any) -> Part:
-    """Part n of the `more` + 1 of the item that begins in stretch `block`; beyond them one of no weight.
+def _load_part(z: DecodeShape, parts: Any, sums: Any, stretch: Any, more: Any, n: Any) -> Part:
+    """Part n of the `more` + 1 of the item that begins in a stretch; beyond them one of no weight.
 
     parts and sums as in `DecodeMemory`.
     """
-    part = jnp.where(n == 0, block * 2 + 1, (block + jnp.minimum(n, more)) * 2)
+    part = jnp.where(n == 0, stretch * 2 + 1, (stretch + jnp.minimum(n, more)) * 2)
     acc = plgpu.load(parts.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
     top, total = (
         plgpu.load(sums.at[pl.ds((part * 2 + at) * z.rows, z.rows)], layout=COLUMN, optimized=False)
@@ -148,31 +148,31 @@ def _add_parts(z: DecodeShape, parts: list[Part]) -> Part:
 
 @functools.cache
 def merge_kernel(shape: DecodeShape, interpret: Any) -> Any:
-    """The kernel from (stretch, parts, sums) into `out`, of items that are cut: for the interpreter."""
+    """The kernel from (stretches, parts, sums) into `out`, of items that are cut: for the interpreter."""
     z = shape
 
     def merge_decode(
-        stretch: Any,  # i32[blocks * z.stretch]
-        parts: Any,  # f32[blocks * 2, e, rows]
-        sums: Any,  # f32[blocks * 2 * 2 * rows]
+        stretches: Any,  # i32[n_stretches * columns]
+        parts: Any,  # f32[n_stretches * 2, e, rows]
+        sums: Any,  # f32[n_stretches * 2 * 2 * rows]
         out: Any,  # bf16[b * h, e]
         o_s: Any,  # bf16[rows, e]
     ) -> None:
-        block = lax.axis_index("block")
-        more = stretch[block * z.stretch + 10]
+        stretch = lax.axis_index("stretch")
+        more = stretches[stretch * z.columns + 10]
 
         @pl.when(more > 0)
         def _() -> None:
-            following = (block + 1) * z.stretch  # it starts inside the item
-            item = stretch[following + 4] * z.n_kv + stretch[following + 1]
-            write_item(z, o_s, out, *_merged(z, parts, sums, block, more), item)
+            following = (stretch + 1) * z.columns  # it starts inside the item
+            item = stretches[following + 4] * z.n_kv + stretches[following + 1]
+            write_item(z, o_s, out, *_merged(z, parts, sums, stretch, more), item)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
         merge_decode,
         out_type=(),
-        grid=(z.blocks,),
-        grid_names=("block",),
+        grid=(z.n_stretches,),
+        grid_names=("stretch",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         scratch_types=[plgpu.SMEM((z.rows, z.e), jnp.bfloat16)],
         interpret=interpret,

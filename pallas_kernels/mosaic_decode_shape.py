@@ -1,7 +1,7 @@
 """What a decode kernel is compiled for and what it works on: the `z` and `m` of all `mosaic_decode_*`.
 
 Letters as in xla_attention; `c` is a chunk's token; `rows` are a group's query heads, in whole 8-row tiles.
-`block` is a stretch's number, `wg` a multiplying warpgroup's in its thread block.
+`stretch` is a stretch's number, `wg` a multiplying warpgroup's in its thread block.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DecodeShape(NamedTuple):
     e: int
     page_tokens: int
     n_pages: int
-    blocks: int  # stretches
-    stretch: int  # numbers of a stretch in the plan
+    n_stretches: int
+    columns: int  # numbers of a stretch in the plan
     consumers: int
     stages: int
     chunk: int
@@ -61,16 +61,18 @@ class DecodeMemory(NamedTuple):
     """What a decode kernel reads and writes: its operands, its outputs, then shared memory and barriers."""
 
     layer: Any  # i32[1]
-    stretch: Any  # i32[blocks * stretch]
+    stretches: Any  # i32[n_stretches * columns]
     walk: Any  # i32[b * 2]
     kv_len: Any  # i32[b]
     table: Any  # i32[b * m]
     q: Any  # bf16[b * n_kv * stride, e]
     pool: Any  # bf16[layers * pages * 2 * n_kv * page_tokens, e]
-    counters: Any  # i32[blocks] parts stored of the item that begins in a stretch; 0 at first
+    counters: Any  # i32[n_stretches] parts stored of the item that begins in a stretch; 0 at first
     out: Any  # bf16[b * h, e]
-    parts: Any  # f32[blocks * 2, e, rows] sums of weighted values; part 0 goes on from the stretch before
-    sums: Any  # f32[blocks * 2 * 2 * rows] of a part the largest scores, then the sums of weights
+    parts: (
+        Any  # f32[n_stretches * 2, e, rows] sums of weighted values; part 0 goes on from the stretch before
+    )
+    sums: Any  # f32[n_stretches * 2 * 2 * rows] of a part the largest scores, then the sums of weights
     q_s: Any  # bf16[consumers, stages, rows, e]
     k_s: Any  # bf16[consumers, stages, chunk, e]
     v_s: Any  # bf16[consumers, stages, chunk, e]

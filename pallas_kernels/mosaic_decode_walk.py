@@ -38,9 +38,9 @@ class Cut(NamedTuple):
     last_others: Any  # how many after this one go on with its last item, if that begins in it; else 0
 
 
-def numbers(z: DecodeShape, m: DecodeMemory, block: Any, first: int, end: int) -> list[Any]:
-    """Columns first .. end of the row of stretch `block` in the plan."""
-    return [m.stretch[block * z.stretch + at] for at in range(first, end)]
+def numbers(z: DecodeShape, m: DecodeMemory, stretch: Any, first: int, end: int) -> list[Any]:
+    """Columns first .. end of the row of a stretch in the plan."""
+    return [m.stretches[stretch * z.columns + at] for at in range(first, end)]
 
 
 def place_after(z: DecodeShape, m: DecodeMemory, here: Place, i: Any) -> Place:

@@ -78,14 +78,14 @@ def assert_close(got: jax.Array, want: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "h", "n_kv", "e", "page_tokens", "blocks"),
+    ("lengths", "h", "n_kv", "e", "page_tokens", "n_stretches"),
     [
         ([70, 0, 1], 2, 1, 128, 16, 2),  # a padding row; a stretch's border inside an item
         ([33, 3, 0, 64, 130], 8, 2, 64, 16, 3),  # GQA 4, head_dim 64
         ([130, 65, 64], 3, 3, 128, 32, 4),  # MHA
-        ([200], 16, 1, 64, 64, 4),  # a group of 16; one sequence over all blocks
+        ([200], 16, 1, 64, 64, 4),  # a group of 16; one sequence over all stretches
         ([970, 5], 12, 1, 128, 8, 8),  # an item of many parts, more than are loaded at once
-        ([257, 1], 7, 1, 64, 16, 1),  # an odd group; one block
+        ([257, 1], 7, 1, 64, 16, 1),  # an odd group; one stretch
         ([0, 0], 2, 1, 64, 16, 2),  # padding alone
     ],
 )
@@ -95,7 +95,7 @@ def test_decode(
     n_kv: int,
     e: int,
     page_tokens: int,
-    blocks: int,
+    n_stretches: int,
 ) -> None:
     rng = np.random.default_rng(0)
     data = paged(rng, lengths, n_kv, e, page_tokens)
@@ -109,8 +109,8 @@ def test_decode(
         n_kv=n_kv,
         page_tokens=page_tokens,
         scale=0.2,
-        blocks=blocks,
-        consumers=2 if blocks % 2 == 0 else 1,
+        n_stretches=n_stretches,
+        consumers=2 if n_stretches % 2 == 0 else 1,
         interpret=INTERPRET,
     )
     assert got.shape == q.shape
@@ -127,7 +127,7 @@ def test_plan_deals_every_chunk_once(seed: int) -> None:
     """The walk that stretches make, in Python: each chunk of each item once, and who shares an item knows."""
     rng = np.random.default_rng(seed)
     n_kv, chunk, page_tokens = int(rng.integers(1, 5)), 64, 16
-    blocks, b = int(rng.integers(1, 12)), int(rng.integers(1, 9))
+    n_stretches, b = int(rng.integers(1, 12)), int(rng.integers(1, 9))
     lengths = rng.integers(0, 400, b) * (rng.random(b) < 0.8)
     table = rng.permutation(b * 25).reshape(b, 25)
     plan = plan_decode(
@@ -136,9 +136,9 @@ def test_plan_deals_every_chunk_once(seed: int) -> None:
         n_kv=n_kv,
         page_tokens=page_tokens,
         chunk=chunk,
-        blocks=blocks,
+        n_stretches=n_stretches,
     )
-    walk, stretches = np.asarray(plan.walk), np.asarray(plan.stretch)
+    walk, stretches = np.asarray(plan.walk), np.asarray(plan.stretches)
     live = np.flatnonzero(lengths)
     np.testing.assert_array_equal(walk[: len(live)], np.stack([live, lengths[live]], axis=1))
     assert not walk[len(live) :].any()
@@ -351,7 +351,7 @@ def test_limits_are_named(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("tuning", "message"),
     [
-        ({"blocks": 3}, "blocks 3 must be a multiple of consumers 2"),
+        ({"n_stretches": 3}, "n_stretches 3 must be a multiple of consumers 2"),
         ({"stages": 99}, "stages 99 must be 1 to"),
         ({"chunk": 256}, "chunk 256 of head_dim 128 does not fit the shared memory of 2 consumers"),
     ],

@@ -108,8 +108,8 @@ def test_decode_attention(model: ModelConfig) -> None:
     assert not np.any(np.asarray(got[len(DECODES) :]))
 
 
-@pytest.mark.parametrize("blocks", [12, mosaic_decode.BLOCKS])  # few long stretches; many short ones
-def test_decode_attention_gives_the_same_bits_again(model: ModelConfig, blocks: int) -> None:
+@pytest.mark.parametrize("n_stretches", [12, mosaic_decode.STRETCHES])  # few long stretches; many short ones
+def test_decode_attention_gives_the_same_bits_again(model: ModelConfig, n_stretches: int) -> None:
     """Two calls in a program that runs again and again; items of one, two and many parts.
 
     Which part of an item is stored last differs from run to run; the bits do not.
@@ -123,7 +123,9 @@ def test_decode_attention_gives_the_same_bits_again(model: ModelConfig, blocks: 
 
     @jax.jit
     def run(q: jax.Array, pool: jax.Array, *args: jax.Array) -> tuple[jax.Array, jax.Array]:
-        attend: Any = functools.partial(mosaic_decode.decode_attention, **sizes(model), blocks=blocks)
+        attend: Any = functools.partial(
+            mosaic_decode.decode_attention, **sizes(model), n_stretches=n_stretches
+        )
         once = attend(q, pool, *args)
         return once, attend(once, pool, *args)
 

@@ -7,7 +7,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slora_jax.cli.errors import reading_input
-from slora_jax.cli.flags import add_flags, from_flags
+from slora_jax.cli.flags import add_flags, from_flags, in_flags
 from slora_jax.config import EngineConfig
 from slora_jax.errors import printable
 
@@ -90,13 +90,15 @@ def run(args: argparse.Namespace) -> int:
         model = load_model_config(resolve_model(args.model, config.load_format))
         layout = PageLayout.for_model(model, config.page_tokens, config.tensor_parallel_size)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        check = functools.partial(_check, model=model, layout=layout, config=config)
+        check = functools.partial(_check, model=model, layout=layout, config=config, flags=vars(args))
         reports = pool.map(check, found.items())
         refused = _print_json(reports) if args.json else _print_table(list(reports), args.folder)
     return int(refused > 0)
 
 
-def _check(item: tuple[str, Path], *, model: Any, layout: Any, config: EngineConfig) -> Report:
+def _check(
+    item: tuple[str, Path], *, model: Any, layout: Any, config: EngineConfig, flags: Collection[str]
+) -> Report:
     from slora_jax.lora.packing import pack_adapter
     from slora_jax.lora.peft import read_adapter
     from slora_jax.lora.registry import check_adapter_name
@@ -113,7 +115,8 @@ def _check(item: tuple[str, Path], *, model: Any, layout: Any, config: EngineCon
             )
     except Exception as error:  # whatever it is, the other folders are of interest too
         known = isinstance(error, ValueError | OSError)
-        return Report(name, str(path), refused=str(error) if known else f"{type(error).__name__}: {error}")
+        refused = in_flags(str(error), flags) if known else f"{type(error).__name__}: {error}"
+        return Report(name, str(path), refused=refused)
     return Report(
         name, str(path), None, packed.rank, dict(adapter.ranks), packed.nbytes, pages, adapter.base_model
     )

@@ -88,6 +88,8 @@ def read_adapter(
     lora = read_config(config_file(folder), config.model_type)
     features = module_features(config)
     try:
+        with file_path.open("rb"):
+            pass  # safe_open says of every file that it cannot open that there is none
         # pread: with a memory map, a file that is overwritten while it is read would kill the process
         with safe_open(file_path, framework="np", backend="pread") as file:
             pairs = _pair_up(file_path, _headers(file), config)

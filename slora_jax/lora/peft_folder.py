@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from slora_jax.errors import AdapterError
@@ -42,11 +42,7 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
     """`path`, which must be a folder; raises FileNotFoundError, AdapterError or, for no path, ValueError."""
     check_adapter_path(path)
     folder = Path(path)
-    try:
-        exists = folder.exists()
-    except OSError as error:  # such as a name that is too long
-        raise AdapterError(f"cannot be read: {error.strerror}", folder=folder) from error
-    if not exists:
+    if not _exists(folder):
         raise FileNotFoundError(
             f"no adapter at '{folder}': give a local folder with {CONFIG_FILE} and {WEIGHTS_FILE} "
             "(nothing is downloaded)"
@@ -58,6 +54,17 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def _exists(path: Path) -> bool:
+    """Whether something lies there; raises AdapterError where that cannot be told."""
+    try:
+        path.stat()  # Path.exists takes some errors for an answer, others with each Python
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL character
+        return False
+    except OSError as error:  # no permission, a name too long, a loop of links, a network folder that is gone
+        raise AdapterError(f"cannot be read: {error.strerror}", folder=path) from error
+    return True
+
+
 def config_file(folder: Path) -> Path:
     """Its adapter_config.json; raises AdapterError where it is missing."""
     return _existing(folder, CONFIG_FILE, "save it with save_pretrained")
@@ -65,7 +72,7 @@ def config_file(folder: Path) -> Path:
 
 def _existing(folder: Path, name: str, fix: str) -> Path:
     file = folder / name
-    if not file.exists():
+    if not _exists(file):
         raise AdapterError(f"{name} is missing; {fix}", folder=folder)
     if not file.is_file():
         raise AdapterError(f"not a regular file; {fix}", file=file)
@@ -74,8 +81,9 @@ def _existing(folder: Path, name: str, fix: str) -> Path:
 
 def weights_file(folder: Path) -> Path:
     """Its weights, which must be safetensors; raises AdapterError."""
-    pickled = next((name for name in _PICKLED_FILES if (folder / name).exists()), None)
-    if pickled is not None and not (folder / WEIGHTS_FILE).exists():
+    found = _exists(folder / WEIGHTS_FILE)
+    pickled = next((name for name in _PICKLED_FILES if not found and _exists(folder / name)), None)
+    if pickled is not None:
         raise AdapterError(
             f"pickled weights are never loaded, since opening them can run code; if you "
             "trust the file, convert it: "
@@ -98,24 +106,31 @@ def folder_stamp(path: str | os.PathLike[str]) -> FolderStamp:
 def find_adapters(folder: str | os.PathLike[str]) -> dict[str, Path]:
     """Adapter folders by name, sorted: `folder` itself, or those of its sub-folders that look like one.
 
-    A sub-folder looks like an adapter where it holds a config or weights by PEFT's names, even one that would
-    be refused. Raises FileNotFoundError or AdapterError where `folder` is none, ValueError where it has none.
+    A sub-folder looks like an adapter where it holds a config or weights by PEFT's names, even links to
+    nothing, and so do one that cannot be looked into and a link to none: who reads it is told why. Raises
+    FileNotFoundError or AdapterError where `folder` is none, ValueError where it has none.
     """
     root = adapter_folder(folder)
-    names = (CONFIG_FILE, WEIGHTS_FILE, *_PICKLED_FILES)
-    with os.scandir(root) as entries:
-        children = sorted(entry.name for entry in entries)
-    if any(name in children for name in names):
+    try:
+        children = sorted(os.listdir(root))
+    except OSError as error:
+        raise AdapterError(f"cannot be read: {error.strerror}", folder=root) from error
+    if _is_adapter(children):
         return {root.resolve().name: root}
-    found = {child: root / child for child in children if _may_be_adapter(root / child, names)}
+    found = {child: root / child for child in children if _may_be_adapter(root / child)}
     if not found:
         raise ValueError(f"{root}: neither it nor a folder in it holds {CONFIG_FILE} or {WEIGHTS_FILE}")
     return found
 
 
-def _may_be_adapter(folder: Path, names: Sequence[str]) -> bool:
-    """Whether it holds one of these files, or cannot be looked into: reading it then says why."""
+def _is_adapter(files: Iterable[str]) -> bool:
+    return not {CONFIG_FILE, WEIGHTS_FILE, *_PICKLED_FILES}.isdisjoint(files)
+
+
+def _may_be_adapter(path: Path) -> bool:
     try:
-        return any((folder / name).exists() for name in names)
-    except PermissionError:
+        return _is_adapter(os.listdir(path))
+    except NotADirectoryError:
+        return False
+    except OSError:
         return True

@@ -106,11 +106,15 @@ class SafetensorsSource(MatrixSource):
 
 def _open(file: Path) -> Any:
     try:
+        with file.open("rb"):
+            pass  # safe_open says of every file that it cannot open that there is none
         return safe_open(file, framework="numpy")
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointError(
             f"{file}: not a readable safetensors file ({error}); download it again"
         ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:

@@ -173,7 +173,10 @@ def test_adapters_lists_a_folder_and_explains_what_is_refused(
     code, out, _ = run_command(*command[:1], str(folder / "attention"), *command[2:], capsys=capsys)
     assert (code, "1 of 1 adapters" in out) == (0, True)
     code, out, _ = run_command(*command, "--num-pages", "2", "--json", capsys=capsys)
-    assert "raise num_pages" in json.loads(out.splitlines()[1])["refused"]
+    assert "raise --num-pages" in json.loads(out.splitlines()[1])["refused"]
+    code, out, _ = run_command(*command, "--max-lora-rank", "3", capsys=capsys)
+    assert "attention: " in out
+    assert "rank 4 is above --max-lora-rank 3; raise it\n" in out
     code, _, err = run_command(*command[:1], str(folder / "notes"), *command[2:], capsys=capsys)
     assert code == 2
     assert "neither it nor a folder in it holds adapter_config.json" in err

@@ -117,6 +117,20 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
         load(tiny.write_hf(tmp_path, tiny.hf_tensors(), dtype=np.int8))
 
 
+def test_why_a_file_cannot_be_opened_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write_hf(tmp_path, tiny.hf_tensors())
+    opened: Any = Path.open
+
+    def denied(path: Path, *mode: str, **how: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *mode, **how)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: Permission denied$"):
+        load(tmp_path)
+
+
 def test_cut_short_file(tmp_path: Path) -> None:
     file = tiny.write_hf(tmp_path, tiny.hf_tensors()) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags
-from slora_jax.cli.generate import Refusals, add_model_arguments, model_adapters
+from slora_jax.cli.model import Refusals, add_model_arguments, model_adapters
 from slora_jax.cli.screen import LoadProgress
 from slora_jax.config import EngineConfig
 

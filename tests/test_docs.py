@@ -63,9 +63,8 @@ def identifiers(tree: ast.AST) -> set[str]:
         for field in ("id", "attr", "arg", "name", "value"):
             value = getattr(node, field, None)
             if isinstance(value, str) and " " not in value:
-                found |= set(
-                    re.findall(r"\w+", value.removesuffix("_v2"))
-                )  # as CUDA's driver names functions
+                without_version = value.removesuffix("_v2")  # as CUDA's driver names functions
+                found |= set(re.findall(r"\w+", without_version))
     return found
 
 

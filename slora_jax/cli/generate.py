@@ -51,7 +51,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
     )
     parser.set_defaults(run=run)
-    add_model_arguments(parser)
+    add_model_arguments(parser, needed="is pinned, or named by --adapters or a prompt")
     group = parser.add_argument_group("prompts, answered in the order given")
     add_prompt_arguments(group)
     group.add_argument("--chat", action="store_true", help="wrap each text in the model's chat template")

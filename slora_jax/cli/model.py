@@ -13,8 +13,8 @@ from slora_jax.errors import printable
 logger = logging.getLogger(__name__)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The base model and its adapters, as `generate` and `serve` take them."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, needed: str) -> None:
+    """The base model and its adapters, as `generate` and `serve` take them; `needed` as below."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -30,7 +30,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder whose sub-folders are adapters of their names; --lazy-adapters suits many",
     )
-    add_strict_adapters(parser, needed="is pinned, or named by --adapters or a prompt")
+    add_strict_adapters(parser, needed=needed)
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
     )

@@ -20,7 +20,7 @@ def enable_compile_cache(directory: str | None) -> None:
     try:
         folder = pathlib.Path(path).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: expanduser knows no such user
+    except (OSError, RuntimeError) as error:  # that one of a ~ that is nobody's
         reason = error.strerror if isinstance(error, OSError) else "there is no such home folder"
         origin = "environment variable XDG_CACHE_HOME" if home else "the default"
         named = f"compile_cache_dir '{path}'" if directory else f"the compile cache '{path}' ({origin})"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def compare_with_peft(variant: dict[str, Any]) -> None:
         raise SystemExit(f"not within {peft_cases.BF16_TOLERANCE} of PEFT's logits: {'; '.join(far)}")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run every shape on every backend against xla in float32, or the model of the tests against PEFT."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="output tokens of each request")
     parser.add_argument("--peft", action="store_true", help="SmolLM2 against PEFT's answers")
     add_xla_argument(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     alone = parser.parse_args(["--peft"])
     if args.peft and vars(args) != vars(alone) | {"xla": args.xla}:
         parser.error("--peft goes alone: its model, batches and lengths are those of tests/parity")

@@ -101,8 +101,8 @@ class Results:
         files = sorted(folder.glob("*.jsonl"))
         return cls(json.loads(line) for file in files for line in file.read_text().splitlines())
 
-    def latest(self, bench: str, case: Case, has: str = "bench") -> Line | None:
-        """The last line of a case that has such a field."""
+    def latest(self, bench: str, case: Case, has: str = "value") -> Line | None:
+        """The last line of a case that has such a field, as all have a value."""
         lines = self._lines.get(_key(bench, case), ())
         return next((line for line in reversed(lines) if has in line), None)
 
@@ -116,21 +116,26 @@ def look_up(results: Results, row: Row, column: Column) -> tuple[str, list[Line]
     bench, case = column.bench or row.bench, {**row.case, **column.case}
     values, quoted = list[Any](), list[Line]()
     for field in column.fields.split():
-        origin, _, name = (
-            field.rpartition(".") if field.startswith(("vllm.", "earlier.")) else ("", "", field)
-        )
-        name, _, item = name.partition(".")
-        if origin == "vllm":
-            line = results.latest(f"vllm_{bench}", case)
-        else:
-            line = results.latest(bench, case, has=name if origin == "earlier" else "bench")
-            quoted += [line] if line else []
-        value = line.get(name) if line else None
-        value = value[int(item)] if item and value is not None else value
+        line, value = _find(results, bench, case, field)
         values.append(_NotMeasured() if value is None else value)
+        if line is not None and line["bench"] == bench:
+            quoted.append(line)
     if all(isinstance(value, _NotMeasured) for value in values):
         return f"{values[0]}", quoted
     return column.show.format(*values), quoted
+
+
+def _find(results: Results, bench: str, case: Case, field: str) -> tuple[Line | None, Any]:
+    """The line that a field of a `Column` is of, and its value there; None where there is none."""
+    name, _, item = field.removeprefix("vllm.").removeprefix("earlier.").partition(".")
+    if field.startswith("vllm."):
+        line = results.latest(f"vllm_{bench}", case)
+    elif field.startswith("earlier."):
+        line = results.latest(bench, case, has=name)
+    else:
+        line = results.latest(bench, case)
+    value = line.get(name) if line else None
+    return line, value[int(item)] if item and value is not None else value
 
 
 def markdown(results: Results, table: Table, *, origins: bool) -> str:
@@ -141,18 +146,16 @@ def markdown(results: Results, table: Table, *, origins: bool) -> str:
     for row in table.rows:
         cells = [look_up(results, row, column) for column in table.columns]
         quoted = [line for _, some in cells for line in some]
-        lines.append([*row.labels, *(text for text, _ in cells), *(_origin(end, quoted) for end in ends)])
+        lines.append([*row.labels, *(text for text, _ in cells), *(_origins(quoted) if origins else ())])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _origin(what: str, lines: Sequence[Line]) -> str:
-    """Commits, dates or machines of lines, each once."""
-    found = {
-        "commit": [re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", line["commit"]) for line in lines],
-        "date": [line["date"][:10] for line in lines],
-        "machine": [line["gpu"] or line["cpu"] for line in lines],
-    }[what]
-    return ", ".join(dict.fromkeys(found))
+def _origins(lines: Sequence[Line]) -> list[str]:
+    """Commits, dates and machines of lines, each once."""
+    commits = [re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", line["commit"]) for line in lines]
+    dates = [line["date"][:10] for line in lines]
+    machines = [line["gpu"] or line["cpu"] for line in lines]
+    return [", ".join(dict.fromkeys(found)) for found in (commits, dates, machines)]
 
 
 def page(results: Results) -> str:

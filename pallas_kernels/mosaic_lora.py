@@ -1,4 +1,4 @@
-"""Batched LoRA of mixed adapters and ranks for Hopper and newer, over rank blocks held in the page pool.
+"""Batched LoRA of mixed adapters and ranks for Hopper, over rank blocks held in the page pool.
 
 Written with Pallas' Mosaic GPU backend. `lora_work` says what an item is. Weights reach shared memory as
 TMA copies of chunks `[8, W]`, 4 KiB at W=256, two or three steps ahead of the tensor cores. A step of the

@@ -234,13 +234,13 @@ def decode_kernel(config: LoraConfig, n_items: int, split: int, phase: Phase) ->
 
     bf16, reads_x = jnp.bfloat16, phase != "expand"
     scratch = {
-        "w_s": plgpu.SMEM((RING_ROWS, width), bf16, transforms=OPERAND),
+        "w_s": plgpu.SMEM((RING_ROWS, width), bf16, transforms=OPERAND),  # r of all stages, w
         "full_s": plgpu.Barrier(num_arrivals=SLOTS + reads_x, num_barriers=config.stages),
         "few_full_s": plgpu.Barrier(num_arrivals=FEW + reads_x, num_barriers=config.stages),
         "free_s": plgpu.Barrier(num_barriers=config.stages),
     }
     if reads_x:
-        scratch["x_s"] = plgpu.SMEM((config.stages, window, width), bf16, transforms=OPERAND)
+        scratch["x_s"] = plgpu.SMEM((config.stages, window, width), bf16, transforms=OPERAND)  # stage, t, w
     if phase != "shrink":
         scratch["h_s"] = plgpu.SMEM((tokens, RANKS), bf16, transforms=OPERAND)  # (m, t), r
         rows = config.deltas * at_once * tokens  # (w/64, m, t), w of 64
@@ -249,7 +249,15 @@ def decode_kernel(config: LoraConfig, n_items: int, split: int, phase: Phase) ->
         jax.ShapeDtypeStruct((split, n_items * RANKS, window), jnp.float32) if phase == "shrink" else ()
     )
 
-    def body(x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, out: Ref, **scratch: Ref) -> None:
+    def body(
+        x: Ref,  # bf16[t, in_dim]; in the expand h f32[split, n_items * 64, window]
+        chunks: Ref,  # bf16[rows, W]
+        items: Ref,  # i32[4, n_items, FIELDS]
+        pages: Ref,  # i32[lp]
+        layer: Ref,  # i32[1]
+        out: Ref,  # y bf16[t, sum of out_dims]; in the shrink h
+        **scratch: Ref,
+    ) -> None:
         decode(x, chunks, items, pages, layer, out, scratch)
 
     body.__name__ = f"lora_decode_{phase}"

@@ -1,4 +1,7 @@
-"""The expand of tiles: a step's columns of B, for 64 tokens, times their h, added to y."""
+"""The expand of tiles: a step's columns of B, for 64 tokens, times their h, added to y.
+
+Letters as in mosaic_lora_tiles.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +217,13 @@ def tile_expand_kernel(config: LoraConfig, nt: int) -> Callable[..., Any]:
     n_modules, width, bf16 = len(config.out_dims), units.width, jnp.bfloat16
 
     def lora_tile_expand(
-        h: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, y: Ref, **scratch: Ref
+        h: Ref,  # f32[units of the shrink, 64 t, 64 r]
+        chunks: Ref,  # bf16[rows, W]
+        items: Ref,  # i32[4, nt, FIELDS]
+        pages: Ref,  # i32[lp]
+        layer: Ref,  # i32[1]
+        y: Ref,  # bf16[t, sum of out_dims]
+        **scratch: Ref,
     ) -> None:
         block = _Expand(units, h, chunks, y, scratch)
         summands = shrinks.parts(items)
@@ -232,10 +241,10 @@ def tile_expand_kernel(config: LoraConfig, nt: int) -> Callable[..., Any]:
         **units.launch,
         out_type=(),
         scratch_types={
-            "w_s": plgpu.SMEM((STAGES, RANKS, width), bf16, transforms=OPERAND),
+            "w_s": plgpu.SMEM((STAGES, RANKS, width), bf16, transforms=OPERAND),  # stage, r, w
             "w_bars": plgpu.Barrier(num_arrivals=SLOTS, num_barriers=STAGES),
-            "h_s": plgpu.SMEM((n_modules, TILE, RANKS), bf16, transforms=OPERAND),
-            "d_s": plgpu.SMEM((BUFFERS, TILE, width), bf16, transforms=OPERAND),
+            "h_s": plgpu.SMEM((n_modules, TILE, RANKS), bf16, transforms=OPERAND),  # m, t, r
+            "d_s": plgpu.SMEM((BUFFERS, TILE, width), bf16, transforms=OPERAND),  # buffer, t, w
             "y_bars": plgpu.Barrier(num_barriers=BUFFERS),
         },
     )

@@ -1,9 +1,10 @@
 """LoRA of tiles, 64 tokens on wgmma's long side by 64 rank rows: the shrink; the expand follows with
 `mosaic_lora_tile_expand`.
 
-Each of the two launches has a fixed number of thread blocks, which share out the *units* of the batch: parts
-of each tile's columns, as many as there is room for at once. Padding of the list is never looked at. A unit
-goes through its columns in steps, narrow enough that as many thread blocks fit an SM as are meant to.
+Both are persistent kernels: a fixed number of thread blocks share out the *units* of the batch, which are
+parts of each tile's columns (split K in the shrink, split N in the expand), as many as there is room for at
+once. Padding of the list is never looked at. A unit goes through its columns in steps, narrow enough that as
+many thread blocks fit an SM as are meant to. Letters as in mosaic_lora; `w` is a column of a step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STEP = 256  # columns of the steps of an SM's thread blocks, at most
 STAGES = 3  # of the shrink
 START = 2  # steps that the begin of a unit takes
 MOST_TURNS = 3  # units of a thread block, of divided tiles
-Unit = Callable[[jax.Array, jax.Array, jax.Array], None]  # of (tile, part, parts)
+UnitBody = Callable[[jax.Array, jax.Array, jax.Array], None]  # of (tile, part, parts)
 
 
 class Units:
@@ -64,7 +65,7 @@ class Units:
             parts, least = jnp.where(better, choice, parts), jnp.where(better, time, least)
         return parts
 
-    def each(self, items: Ref, body: Unit) -> None:
+    def each(self, items: Ref, body: UnitBody) -> None:
         """body(tile, part, parts) for this thread block's units; a tile's parts are next to one another."""
         block, parts = lax.axis_index("block"), self.parts(items)
         units = items[self.config.group, 0, REAL] * parts
@@ -103,6 +104,7 @@ class Units:
 
     @property
     def launch(self) -> dict[str, Any]:
+        """The grid, for `lora_kernel`."""
         return {"grid": (self.blocks,), "grid_names": ("block",)}
 
 
@@ -120,7 +122,15 @@ def tile_shrink_kernel(config: LoraConfig, nt: int) -> Callable[..., Any]:
     width, stages = units.width, STAGES
 
     def lora_tile_shrink(
-        x: Ref, chunks: Ref, items: Ref, pages: Ref, layer: Ref, h: Ref, x_s: Ref, w_s: Ref, bars: Ref
+        x: Ref,  # bf16[t, in_dim]
+        chunks: Ref,  # bf16[rows, W]
+        items: Ref,  # i32[4, nt, FIELDS]
+        pages: Ref,  # i32[lp]
+        layer: Ref,  # i32[1]
+        h: Ref,  # f32[units, 64 t, 64 r]
+        x_s: Ref,  # bf16[stages, 64 t, w]
+        w_s: Ref,  # bf16[stages, 64 r, w]
+        bars: Ref,
     ) -> None:
         def shrink(index: jax.Array, part: jax.Array, parts: jax.Array) -> None:
             item = Item(config, items, pages, layer, index)

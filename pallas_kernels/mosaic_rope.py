@@ -53,6 +53,8 @@ def rope_write_kv(
             f"need qkv [t, h + {2 * n_kv}, e], cos and sin float32 [t, e/2]; got {qkv.shape}, {cos.dtype} "
             f"{cos.shape}, {sin.dtype} {sin.shape}"
         )
+    if qkv.dtype != pool.dtype:
+        raise ValueError(f"qkv must be {pool.dtype}, as the pool is, not {qkv.dtype}")
     if h % TILE_ROWS or n_kv % TILE_ROWS or qkv.shape[2] not in SWIZZLES:
         q, k, v = jnp.split(qkv, (h, h + n_kv), axis=1)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
@@ -66,7 +68,7 @@ def rope_write_kv(
     tokens = max(1, min(MAX_TOKENS, SMEM_BYTES // bytes_a_token, pl.cdiv(t, BLOCKS)))
     ref = jax.new_ref(pool.reshape(n_layers * n_pages * 2 * n_kv, page_tokens, e))
     q = _kernel(t, h, n_kv, e, n_pages, tokens, interpret)(
-        jnp.asarray(layer, jnp.int32).reshape(1), page, offset, qkv.astype(pool.dtype), cos, sin, ref
+        jnp.asarray(layer, jnp.int32).reshape(1), page, offset, qkv, cos, sin, ref
     )
     return jax.freeze(ref).reshape(pool.shape), q
 

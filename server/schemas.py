@@ -157,15 +157,12 @@ class SamplingBody(RequestBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # vLLM's: logprobs name tokens "token_id:N"
-    user: Annotated[StrictStr, Field(max_length=MAX_TENANT_CHARACTERS)] | None = (
-        None  # the tenant, unless the header X-Tenant names it
-    )
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = (
-        None  # vLLM's: lower is earlier
-    )
-    deadline_s: Annotated[float, Field(gt=0)] | None = (
-        None  # ours: not finished so many seconds after arrival, it is aborted
-    )
+    # The tenant, unless the header X-Tenant names it.
+    user: Annotated[StrictStr, Field(max_length=MAX_TENANT_CHARACTERS)] | None = None
+    # vLLM's: lower is earlier.
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    # Ours: not finished so many seconds after arrival, it is aborted.
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:

@@ -34,7 +34,7 @@ from slora_jax.thresholds import kth_largest, nucleus, ordered
 LOOKS_AMONG_CANDIDATES = {"cpu": False, "default": True}
 _KEEP = 128  # groups kept of all, then of the smaller ones which these consist of
 _LAST = 4  # tokens of the smallest group: _KEEP * _LAST candidates
-_BESIDE = 64  # of what every one is compared with
+_BESIDE = 64  # values in a row of `_others`
 _MOST_GROUPS = 2048  # of a row: every two are compared
 _BLOCK = 128  # columns reduced together where a row has no groups
 
@@ -165,7 +165,7 @@ def _candidates(x: jax.Array, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
     """i32[R, C]: tokens, the 128 largest logits' among them; f32[R]: the largest logit of the others.
 
     The 128 groups of largest maxima hold the 128 largest logits, or others that equal these. Their quarters
-    are the groups of the next round, until the groups that are kept have four tokens.
+    (of 8 tokens their halves) are the groups of the next round, until the groups kept have four tokens.
     """
     size = group_size(x.shape[1])
     groups = jnp.pad(groups, ((0, 0), (0, -groups.shape[1] % _BESIDE)), constant_values=-jnp.inf)

@@ -127,10 +127,6 @@ class Sequence:
         return len(self.tokens) + self.pending
 
     @property
-    def num_outputs(self) -> int:
-        return self.num_tokens - self.prompt_len
-
-    @property
     def remaining(self) -> int:
         """Tokens whose KV is not computed yet."""
         return self.num_tokens - self.num_computed

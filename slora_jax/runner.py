@@ -158,9 +158,8 @@ class ModelRunner:
         self.packed = plan, shape
         packed = jax.device_put(step.words, self._sharding())
         self._pool, self._slots, output = self.program(shape)(self._pool, self._slots, packed)
-        if (
-            not self._on_cpu
-        ):  # nothing to copy, and the copy's callback aborts an exiting process (jaxlib 0.11.2)
+        # A CPU has nothing to copy, and the copy's callback aborts an exiting process (jaxlib 0.11.2).
+        if not self._on_cpu:
             output.tokens.copy_to_host_async()
         wants_logprobs = step.wants_logprobs
         self._batches.launched(step, output.tokens)

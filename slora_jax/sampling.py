@@ -16,8 +16,8 @@ Passes over the [R, v] logits (reads unless said otherwise), each part taken onl
     temperature      1: draw
     filters          a quarter of one, and comparisons of 512 candidates with each other (drawing.py)
     top_p            1: sum, unless top_k or min_p leave only candidates
-    where candidates are not enough (the vocabulary is no multiple of 16 or below 4096; a nucleus or top_k of
-    more than about 128 tokens, or as many ties):
+    where candidates are not enough (a vocabulary that `drawing.group_size` does not divide; a nucleus or
+    top_k of more than about 128 tokens, or as many ties):
         filters      4: weights (read, write), draw, and where it starts
         top_k        11 of counts, each of 3 bits of a float32 threshold (on a CPU 32 of one bit)
         top_p        10 of sums of the weights, likewise (on a CPU 30), and 1

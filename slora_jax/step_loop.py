@@ -296,5 +296,5 @@ def _close_all() -> None:
     for loop in list(_LOOPS):
         try:
             loop.close()
-        except Exception:
+        except Exception:  # the other engines' loops are closed, too
             logger.warning("the process ends, and an engine's last step failed", exc_info=True)

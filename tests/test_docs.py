@@ -1,14 +1,19 @@
-"""What README.md and docs/*.md name exists: links, headings, files, and names of the code."""
+"""What README.md and docs/*.md name exists: links, headings, files, names of the code, commands."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
+import importlib.util
 import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from slora_jax import EngineConfig, SamplingParams
+from slora_jax.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,6 +33,9 @@ HISTORY = "experiments.md"  # names what was dropped, too
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w./*-]+\.(?:py|jsonl?|md|toml|html|js)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+TARGET = re.compile(r"(?:`|^ +)make ([a-z][a-z-]*)", re.MULTILINE)
+MODULE = re.compile(r"python -m ([\w.]+)")
 NAME = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*")
 ONLY_IN_CODE = re.compile(r"_\w+|\w+_\w+|.*[a-z][A-Z].*|\w+\..*")  # no word of plain English
 
@@ -63,9 +71,8 @@ def identifiers(tree: ast.AST) -> set[str]:
         for field in ("id", "attr", "arg", "name", "value"):
             value = getattr(node, field, None)
             if isinstance(value, str) and " " not in value:
-                found |= set(
-                    re.findall(r"\w+", value.removesuffix("_v2"))
-                )  # as CUDA's driver names functions
+                without_version = value.removesuffix("_v2")  # as CUDA's driver names functions
+                found |= set(re.findall(r"\w+", without_version))
     return found
 
 
@@ -120,3 +127,23 @@ def test_names_occur_in_the_code(page: Path) -> None:
         ):
             unknown.append(name)
     assert not unknown
+
+
+@functools.cache
+def flags() -> set[str]:
+    """Those that some parser has: spelled in the code, or made from the fields of a dataclass."""
+    fields = {f.name for cls in (EngineConfig, SamplingParams, ServerConfig) for f in dataclasses.fields(cls)}
+    made = {f"--{no}{name.replace('_', '-')}" for name in fields for no in ("", "no-")}
+    trees = (ast.parse((ROOT / name).read_text()) for name in files() if name.endswith(".py"))
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    spelled = {node.value for node in nodes if isinstance(node.value, str) and FLAG.fullmatch(node.value)}
+    return made | spelled | {flag.replace("--", "--no-", 1) for flag in spelled}
+
+
+@each_page
+def test_commands_have_the_flags_targets_and_modules_that_are_named(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(TARGET.findall(text)) <= targets
+    assert [m for m in MODULE.findall(text) if importlib.util.find_spec(m) is None] == []
+    assert set(FLAG.findall(text)) - flags() == set()

@@ -72,7 +72,7 @@ def test_groups_divide_usual_vocabularies(vocab: int) -> None:
     assert 2 * KEPT <= vocab // size <= 2048
 
 
-@pytest.mark.parametrize("vocab", [257, 1024, 4095, 4097, 50257])
+@pytest.mark.parametrize("vocab", [257, 1024, 4095, 4097, 50257, 50288])
 def test_other_vocabularies_have_no_groups(vocab: int) -> None:
     assert drawing.group_size(vocab) == 0
 

@@ -29,9 +29,8 @@ from slora_jax.engine import Engine
 from slora_jax.runner import InFlight
 from slora_jax.scheduling.scheduler import StepPlan
 
-READ_RATE = (
-    4.3e12  # bytes/s of one H200: decode attention reads as fast (bench_kernels), a copy 3.8 to 4.1e12
-)
+# Bytes/s of one H200: decode attention reads as fast (bench_kernels), a copy 3.8 to 4.1e12.
+READ_RATE = 4.3e12
 FIRST_STEPS, PROFILED = 4, 12  # steps before and behind the timed ones
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.published.table import Column, Row, Table, rows
+from benchmarks.published.table import MIXED, Column, Row, Table, rows
 
-MIXED = "64/32/16/8"
 MODELS = {
     "llama-2-7b": "Llama-2-7B shape",
     "llama-3-8b": "Llama-3-8B shape",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.published.table import Column, Row, Table, rows
+from benchmarks.published.table import MIXED, Column, Row, Table, rows
 
-MIXED, QKV = "64/32/16/8", "q,k,v"
+QKV = "q,k,v"
 
 _LORA_CASE = {"d_model": 4096, "modules": QKV}
 _LORA_COLUMNS = (

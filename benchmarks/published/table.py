@@ -12,6 +12,8 @@ from typing import Any
 
 type Case = Mapping[str, Any]
 
+MIXED = "64/32/16/8"  # of a case: the ranks that adapters take turns with
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:

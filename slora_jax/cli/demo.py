@@ -14,7 +14,8 @@ from rich.console import Console
 from slora_jax.cli import smollm2
 from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags
-from slora_jax.cli.generate import Refusals, add_strict_adapters, chat_prompt, model_adapters
+from slora_jax.cli.generate import chat_prompt
+from slora_jax.cli.model import Refusals, add_strict_adapters, model_adapters
 from slora_jax.cli.prompts import Prompt
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from slora_jax.cli.errors import InputError, reading_input
-from slora_jax.cli.flags import (
-    SAMPLING_HELP,
-    SAMPLING_SKIP,
-    add_flags,
-    from_flags,
-    in_flags,
-    name_and_path,
-    unique_adapters,
-)
+from slora_jax.cli.flags import SAMPLING_HELP, SAMPLING_SKIP, add_flags, from_flags
+from slora_jax.cli.model import Refusals, add_model_arguments, model_adapters
 from slora_jax.cli.output import print_json, tell
 from slora_jax.cli.prompts import (
     Prompt,
@@ -31,15 +22,13 @@ from slora_jax.cli.prompts import (
 )
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
 from slora_jax.config import EngineConfig
-from slora_jax.errors import LimitExceededError, PromptError, printable
+from slora_jax.errors import LimitExceededError, PromptError
 from slora_jax.outputs import FinishReason, StreamEvent, TokenLogprobs
 from slora_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slora_jax.intake import RequestLimits
     from slora_jax.text import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 _EXAMPLES = """examples:
   slora-jax generate ./Llama-3.2-1B-Instruct --chat --prompt "What is a mesh?" --stream
@@ -62,7 +51,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
     )
     parser.set_defaults(run=run)
-    add_model_arguments(parser)
+    add_model_arguments(parser, needed="is pinned, or named by --adapters or a prompt")
     group = parser.add_argument_group("prompts, answered in the order given")
     add_prompt_arguments(group)
     group.add_argument("--chat", action="store_true", help="wrap each text in the model's chat template")
@@ -73,88 +62,6 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     add_flags(parser.add_argument_group("sampling"), SamplingParams, SAMPLING_HELP, skip=SAMPLING_SKIP)
     add_flags(parser.add_argument_group("engine"), EngineConfig)
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The base model and its adapters, as `generate` and `serve` take them."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="Hugging Face folder, GGUF file, Orbax checkpoint or Hub id (owner/name)",
-    )
-    parser.add_argument(
-        "--adapter", "--adapters", dest="adapters", action="extend", nargs="+", type=name_and_path,
-        metavar="NAME=PATH", help="LoRA adapters: the name that prompts choose them by, a PEFT folder",
-    )  # fmt: skip
-    parser.add_argument(
-        "--adapters-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder whose sub-folders are adapters of their names; --lazy-adapters suits many",
-    )
-    add_strict_adapters(parser, needed="is pinned, or named by --adapters or a prompt")
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
-    )
-
-
-def add_strict_adapters(parser: argparse.ArgumentParser, *, needed: str) -> None:
-    """The flag that `Refusals` goes by; `needed` says which adapters it never leaves out."""
-    parser.add_argument(
-        "--strict-adapters",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="do not start where an adapter of --adapters-dir is refused; else the log says why and the "
-        f"others are served, but one that {needed} is never left out",
-    )
-
-
-def model_adapters(args: argparse.Namespace) -> dict[str, str]:
-    """The adapters that `add_model_arguments` names; raises ValueError or OSError where they are wrong."""
-    from slora_jax.lora.peft_folder import find_adapters
-    from slora_jax.lora.registry import check_given
-
-    found = find_adapters(args.adapters_dir) if args.adapters_dir else {}
-    pairs = [*(args.adapters or ()), *((name, str(path)) for name, path in found.items())]
-    for name, path in unique_adapters(args.adapters).items():
-        check_given(name, path)
-    return unique_adapters(pairs)
-
-
-class Refusals:
-    """Takes the adapters of --adapters-dir that are refused: each is told in the log and left out.
-
-    Raises the error of one that `--adapters` names, a prompt asks for or that is pinned, of any with
-    --strict-adapters, and ValueError where all in the folder are refused.
-    """
-
-    def __init__(
-        self, args: argparse.Namespace, adapters: Collection[str], asked_for: Collection[str | None] = ()
-    ) -> None:
-        self._args = args
-        named = {name for name, _ in args.adapters or ()}
-        self._left = {*adapters} - named  # of the folder, not refused
-        self._needed = named | {*asked_for} | {*args.pinned_adapters}
-        self.names: list[str] = []
-
-    def __call__(self, name: str, error: Exception) -> None:
-        if self._args.strict_adapters or name in self._needed:
-            raise error
-        known = isinstance(error, ValueError | OSError)
-        text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {error}"
-        logger.error(
-            "adapter '%s' is refused, and not served: %s",
-            printable(name),
-            printable(in_flags(text, vars(self._args))),
-            exc_info=None if known else error,
-        )
-        self.names.append(name)
-        self._left.discard(name)
-        if not self._left:
-            raise ValueError(
-                f"--adapters-dir {self._args.adapters_dir}: none of its {len(self.names)} adapters can be "
-                f"served; {name!r} is refused: {text}"
-            ) from error
 
 
 @dataclasses.dataclass

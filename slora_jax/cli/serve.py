@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slora_jax.cli.errors import reading_input
 from slora_jax.cli.flags import add_flags, from_flags
-from slora_jax.cli.generate import Refusals, add_model_arguments, model_adapters
+from slora_jax.cli.model import Refusals, add_model_arguments, model_adapters
 from slora_jax.cli.screen import LoadProgress
 from slora_jax.config import EngineConfig
 
@@ -59,7 +59,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
     )
     parser.set_defaults(run=run)
-    add_model_arguments(parser)
+    add_model_arguments(parser, needed="is pinned or named by --adapters")
     group = parser.add_argument_group("server")
     group.add_argument(
         "--host", default="127.0.0.1", metavar="NAME", help="address to listen at (%(default)s)"

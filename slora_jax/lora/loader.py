@@ -138,9 +138,8 @@ class AdapterLoader:
         self._readers = readers or DaemonWorkers(_READERS, "adapter-reader")
         self._reading: dict[int, _Read] = {}  # by generation
         self._transfers: list[_Transfer] = []  # in the order of their copies
-        self._guess: Adapter | None = (
-            None  # is read though no request asks for it, until one asks for another
-        )
+        # Is read though no request asks for it, until one asks for another.
+        self._guess: Adapter | None = None
         # The scheduler's pass in which one found no room: those after it take none, or it might never get it.
         self._host_full_in = self._staging_full_in = -1
         self._failed: dict[int, tuple[Adapter, str]] = {}
@@ -189,7 +188,7 @@ class AdapterLoader:
             copies = self._device.stage_adapters(
                 [t.host for t in waiting], [t.adapter.weight_pages for t in waiting]
             )
-        except Exception as error:
+        except Exception as error:  # whatever the device refuses, only these adapters are lost
             for t in waiting:
                 self._fail(t.adapter, error)
             return
@@ -447,7 +446,7 @@ class AdapterLoader:
         try:
             copy.wait()  # done already; raises where it failed
             self._device.write_adapter(copy)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other requests go on
             adapter.copy = None  # over: its pages are left
             self._fail(adapter, error)
             return

@@ -39,8 +39,8 @@ class TokenBound:
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         if backend.normalizer is not None:  # in a normalized text, tokens are looked for as it spells them
             added += [backend.normalizer.normalize_str(token) for token in added]
-        self._longest = max(1, 1, *map(len, tokens), *(len(_utf8(token)) for token in added))
-        self._most_letters = max(1, 1, *map(_letters, tokens), *map(_letters, added))
+        self._longest = max([1, *map(len, tokens), *(len(_utf8(token)) for token in added)])
+        self._most_letters = max([1, *map(_letters, tokens), *map(_letters, added)])
         self._skipped = b""
         if self._byte_level:
             self._skipped = bytes(byte for char, byte in BYTE_OF_CHAR.items() if char not in tokens)

@@ -181,7 +181,7 @@ def _download(repo_id: str, *, weights: bool) -> Path:
         return paths[0].parent
     except CheckpointError:
         raise
-    except Exception as error:
+    except Exception as error:  # of huggingface_hub, its HTTP client or the network
         reason = " ".join(str(error.__context__ or error).split())[:300]
         raise ModelNotFoundError(
             f"model '{repo_id}': no such path on this machine, and as a Hub id it could not be fetched "

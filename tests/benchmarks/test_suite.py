@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from benchmarks import bench_adapters, bench_engine, suite, together
+from benchmarks import bench_adapters, bench_engine, compare_backends, suite, tables, together
 from benchmarks.engine import decode, mixed, offline
 
 
@@ -24,6 +25,8 @@ def parsing_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decode, mixed, offline):
         monkeypatch.setattr(module, "run", begins)
     monkeypatch.setattr(bench_adapters, "Workbench", begins)
+    for name in ("compare_shapes", "compare_with_peft"):
+        monkeypatch.setattr(compare_backends, name, begins)
 
 
 def test_every_command_of_a_shared_engine_is_taken(
@@ -57,11 +60,18 @@ def test_every_command_of_a_shared_engine_is_taken(
 
 
 def test_commands_with_an_engine_of_their_own_are_taken(parsing_only: None) -> None:
-    own = [c for part in suite.PARTS.values() for c in part.commands if c[0] == "benchmarks.bench_engine"]
-    assert own
-    for _, *argv in own:
+    modules = {"benchmarks.bench_engine": bench_engine, "benchmarks.compare_backends": compare_backends}
+    own = [c for part in suite.PARTS.values() for c in part.commands if c[0] in modules]
+    assert {module for module, *_ in own} == modules.keys()
+    for module, *argv in own:
         with pytest.raises(Parsed):
-            bench_engine.main(argv)
+            modules[module].main(argv)
+
+
+def test_every_command_is_of_a_module_and_of_folders_that_exist() -> None:
+    for module, *argv in (command for part in suite.PARTS.values() for command in part.commands):
+        assert importlib.util.find_spec(module) is not None, module
+        assert all((tables.ROOT / word).exists() for word in argv if word.startswith("tests/"))
 
 
 def test_a_command_that_fails_is_told_and_keeps_none_from_running(

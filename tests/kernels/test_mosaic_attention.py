@@ -390,3 +390,7 @@ def test_prefill_and_write_name_their_limits() -> None:
     qkv = jnp.zeros((2, 8, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"cos and sin float32 \[t, e/2\]"):
         rope_write_kv(pool, layer, qkv, angles, angles[:1], ints, ints, n_kv=2, page_tokens=16)
+    for heads in (8, 32):  # rotated by XLA; by the kernel
+        qkv = jnp.zeros((2, heads, 64), jnp.float32)
+        with pytest.raises(ValueError, match="qkv must be bfloat16, as the pool is, not float32"):
+            rope_write_kv(pool, layer, qkv, angles, angles, ints, ints, n_kv=heads // 4, page_tokens=16)

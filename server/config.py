@@ -56,9 +56,16 @@ class ServerConfig:
                 f"ServerConfig: adapter_root must be a path or None, got {reprlib.repr(self.adapter_root)}"
             )
         if self.adapter_root is not None:
-            root = Path(self.adapter_root).resolve()
-            if not root.is_dir():
+            given = os.fspath(self.adapter_root)
+            if not given:
+                raise ValueError("ServerConfig: adapter_root must not be empty; leave it None for any folder")
+            try:
+                root = Path(given).resolve()
+                found = root.is_dir()
+            except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long, a NUL
                 raise ValueError(
-                    f"ServerConfig: adapter_root '{self.adapter_root}' is not a folder; create it"
-                )
+                    f"ServerConfig: adapter_root {reprlib.repr(given)} cannot be looked into: {error}"
+                ) from error
+            if not found:
+                raise ValueError(f"ServerConfig: adapter_root '{given}' is not a folder; create it")
             object.__setattr__(self, "adapter_root", root)

@@ -15,6 +15,7 @@ from types import FrameType
 
 import uvicorn
 
+from slora_jax.checks import as_text
 from slora_jax.server.app import create_app
 from slora_jax.server.async_engine import AsyncEngine
 from slora_jax.server.config import ServerConfig
@@ -40,6 +41,8 @@ def run_server(
     here.
     """
     config = config or ServerConfig()
+    if not as_text("host", host):
+        raise ValueError("host must not be empty, which is every address: 0.0.0.0 or :: says so")
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be in [0, 65535], got {port}")
     with _listen(host, port) as listener:
@@ -65,9 +68,10 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        fix = "choose another --port" if error.errno == errno.EADDRINUSE else "check --host and --port"
-        raise OSError(f"{error.strerror or error}; {fix}") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host has such a part
+        used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        fix = "choose another --port" if used else "check --host and --port"
+        raise OSError(f"{getattr(error, 'strerror', None) or error}; {fix}") from error
 
 
 class _Server(uvicorn.Server):

@@ -19,9 +19,12 @@ def enable_compile_cache(directory: str | None) -> None:
     path = directory or f"{home or '~/.cache'}/slora-jax/xla"
     try:
         folder = pathlib.Path(path).expanduser()
+        str(folder).encode()  # which JAX's cache needs
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # that one of a ~ that is nobody's
-        reason = error.strerror if isinstance(error, OSError) else "there is no such home folder"
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: a ~ that is nobody's home; ValueError: a NUL character, or none of UTF-8
+        reason = getattr(error, "strerror", None) or error
+        reason = "there is no such home folder" if isinstance(error, RuntimeError) else reason
         origin = "environment variable XDG_CACHE_HOME" if home else "the default"
         named = f"compile_cache_dir '{path}'" if directory else f"the compile cache '{path}' ({origin})"
         raise ValueError(

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slora_jax.cli.errors import reading_input
-from slora_jax.cli.flags import add_flags, from_flags, in_flags
+from slora_jax.cli.flags import a_path, add_flags, from_flags, in_flags
 from slora_jax.config import EngineConfig
 from slora_jax.errors import printable
 
@@ -66,10 +66,11 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="an adapter, or a folder with one in each sub-folder"
+        "folder", metavar="FOLDER", type=a_path, help="an adapter, or a folder with one in each sub-folder"
     )
     parser.add_argument(
         "--model",
+        type=a_path,
         required=True,
         metavar="MODEL",
         help="their base: Hugging Face folder, GGUF file, Orbax checkpoint or Hub id",
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         model = load_model_config(resolve_model(args.model, config.load_format))
         layout = PageLayout.for_model(model, config.page_tokens, config.tensor_parallel_size)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        check = functools.partial(_check, model=model, layout=layout, config=config, flags=vars(args))
+        check = functools.partial(_check, model=model, layout=layout, config=config, flags=args.flags)
         reports = pool.map(check, found.items())
         refused = _print_json(reports) if args.json else _print_table(list(reports), args.folder)
     return int(refused > 0)
@@ -136,7 +137,7 @@ def _print_json(reports: Any) -> int:
     return refused
 
 
-def _print_table(reports: list[Report], folder: Path) -> int:
+def _print_table(reports: list[Report], folder: str) -> int:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("adapter", "rank", "modules", "bytes", "pages"):
         right = column in ("rank", "bytes", "pages")
@@ -155,7 +156,7 @@ def _print_table(reports: list[Report], folder: Path) -> int:
         name_and_why = (f"\n{printable(report.name)}: ", "bold red"), printable(str(report.refused))
         console.print(Text.assemble(*name_and_why), soft_wrap=True)
     pages, nbytes = sum(r.pages or 0 for r in reports), sum(r.bytes or 0 for r in reports)
-    served = f"{len(reports) - len(refused)} of {len(reports)} adapters in {printable(str(folder))}"
+    served = f"{len(reports) - len(refused)} of {len(reports)} adapters in {printable(folder)}"
     console.print(
         f"\n{served} can be served: {decimal(nbytes)} of host memory, {pages} pages all together",
         highlight=False,

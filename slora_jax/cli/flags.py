@@ -36,9 +36,9 @@ SAMPLING_HELP: Mapping[str, str] = {  # a field of SamplingParams -> its help te
 _METAVARS: Mapping[Any, str] = {int: "N", float: "X", str: "TEXT"}
 _NAMED = re.compile(
     r"""(?<!\w)(?P<quote>["']).*?(?<!\\)(?P=quote)(?!\w)  # a path, a prompt, a value
-    | (?P<none>\ or\ None|\ in\ EngineConfig)\b
+    | (?P<none>,?\ or\ None|\ in\ EngineConfig)\b
     | \bleave\ (?P<left>\w+)\ None\b
-    | ^(?P<first>[a-z_]+)(?=\ (?:must|may)\ )
+    | ^(?P<first>[a-z_]+)(?=\ (?:(?:must|may)\ |'))
     | (?<![\w/.'"-])(?P<field>[a-z]+(?:_[a-z]+)+)(?![\w/'"-]|\.\w)""",
     re.VERBOSE,
 )
@@ -82,13 +82,19 @@ def from_flags[T](cls: type[T], args: argparse.Namespace, skip: Collection[str] 
     return cls(**values)
 
 
+def flag_names(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """What a command's flags are called in its parsed arguments; without what it takes by position."""
+    return frozenset(action.dest for action in parser._actions if action.option_strings)
+
+
 def in_flags(text: str, flags: Collection[str], variables: Mapping[str, str] | None = None) -> str:
     """A message of the library with the fields that a command's flags set named as these: `max_batch_size`
-    as `--max-batch-size`. `flags` are their names in the parsed arguments; those that an environment variable
-    has set are named as it (`variables`: by field).
+    as `--max-batch-size`. `flags` are their names in the parsed arguments, as `flag_names` has them; those
+    that an environment variable has set are named as it (`variables`: by field).
 
     What is None there is left out here, or unset. A field of one word (`seed`) is told from prose where a
-    message begins with it. What is quoted is the user's, and left as it is.
+    message begins with it, and goes on with "must", "may" or what was given. What is quoted is the user's,
+    and left as it is.
     """
     text, variables = re.sub(r"^(?:EngineConfig|ServerConfig): ", "", text), variables or {}
 
@@ -116,6 +122,13 @@ def _check_given_once(name: str, values: list[Any]) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: '{key}' is given twice; keep one")
 
 
+def a_path(text: str) -> str:
+    """Parse a path or a Hub id. Empty, of a shell's unset variable, it would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path must not be empty")
+    return text
+
+
 def name_and_path(text: str) -> tuple[str, str]:
     """Parse `NAME=PATH`."""
     name, equals, path = text.partition("=")
@@ -129,7 +142,9 @@ def unique_adapters(pairs: list[tuple[str, str]] | None) -> dict[str, str]:
     adapters: dict[str, str] = {}
     for name, path in pairs or ():
         if name in adapters:
-            raise ValueError(f"adapter '{name}' is given twice: {adapters[name]} and {path}; rename one")
+            raise ValueError(
+                f"adapter '{name}' is given twice by --adapters: {adapters[name]} and {path}; rename one"
+            )
         adapters[name] = path
     return adapters
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import slora_jax
 from slora_jax.cli import adapters, convert, demo, generate, serve
 from slora_jax.cli.errors import InputError
-from slora_jax.cli.flags import in_flags
+from slora_jax.cli.flags import flag_names, in_flags
 from slora_jax.cli.output import OutputError, checked_output, tell
 from slora_jax.errors import printable
 
@@ -27,7 +27,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sets `run`, which takes the arguments and returns the exit code."""
+    """The parser of all commands; each sets `run`, which takes the arguments and returns the exit code,
+    and `flags`, see `in_flags`.
+    """
     parser = _Parser(
         prog="slora-jax",
         description="Thousands of LoRA adapters on one base model: one page pool, one batch.",
@@ -40,6 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (demo, generate, serve, adapters, convert):
         command.add_parser(commands, common)
+    for own in commands.choices.values():
+        own.set_defaults(flags=flag_names(own))
     return parser
 
 
@@ -65,7 +69,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except InputError as error:
         if args.traceback:
             raise
-        tell(in_flags(str(error), vars(args), args.variables))
+        tell(in_flags(str(error), args.flags, args.variables))
         return 2
 
 

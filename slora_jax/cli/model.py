@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Collection
-from pathlib import Path
 
-from slora_jax.cli.flags import in_flags, name_and_path, unique_adapters
+from slora_jax.cli.flags import a_path, in_flags, name_and_path, unique_adapters
 from slora_jax.errors import printable
 
 logger = logging.getLogger(__name__)
@@ -17,6 +16,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needed: str) -> None
     """The base model and its adapters, as `generate` and `serve` take them; `needed` as below."""
     parser.add_argument(
         "model",
+        type=a_path,
         metavar="MODEL",
         help="Hugging Face folder, GGUF file, Orbax checkpoint or Hub id (owner/name)",
     )
@@ -26,13 +26,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needed: str) -> None
     )  # fmt: skip
     parser.add_argument(
         "--adapters-dir",
-        type=Path,
+        type=a_path,
         metavar="DIR",
         help="folder whose sub-folders are adapters of their names; --lazy-adapters suits many",
     )
     add_strict_adapters(parser, needed=needed)
     parser.add_argument(
-        "--tokenizer", metavar="DIR", help="folder or file to take the tokenizer from, if not MODEL"
+        "--tokenizer",
+        type=a_path,
+        metavar="DIR",
+        help="folder or file to take the tokenizer from, if not MODEL",
     )
 
 
@@ -50,13 +53,25 @@ def add_strict_adapters(parser: argparse.ArgumentParser, *, needed: str) -> None
 def model_adapters(args: argparse.Namespace) -> dict[str, str]:
     """The adapters that `add_model_arguments` names; raises ValueError or OSError where they are wrong."""
     from slora_jax.lora.peft_folder import find_adapters
-    from slora_jax.lora.registry import check_given
+    from slora_jax.lora.registry import check_adapter_name
 
-    found = find_adapters(args.adapters_dir) if args.adapters_dir else {}
-    pairs = [*(args.adapters or ()), *((name, str(path)) for name, path in found.items())]
-    for name, path in unique_adapters(args.adapters).items():
-        check_given(name, path)
-    return unique_adapters(pairs)
+    given = unique_adapters(args.adapters)
+    for name in given:
+        try:
+            check_adapter_name(name)
+        except ValueError as error:
+            raise ValueError(f"--adapters: {error}") from None
+    try:
+        found = find_adapters(args.adapters_dir) if args.adapters_dir else {}
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--adapters-dir: {error}") from error
+    for name in found:
+        if name in given:
+            raise ValueError(
+                f"adapter '{name}' is given twice, by --adapters, {given[name]}, and in --adapters-dir, "
+                f"{found[name]}; rename one"
+            )
+    return given | {name: str(path) for name, path in found.items()}
 
 
 class Refusals:
@@ -72,18 +87,22 @@ class Refusals:
         self._args = args
         named = {name for name, _ in args.adapters or ()}
         self._left = {*adapters} - named  # of the folder, not refused
-        self._needed = named | {*asked_for} | {*args.pinned_adapters}
+        by_whom = {"a prompt": asked_for, "--pinned-adapters": args.pinned_adapters, "--adapters": named}
+        self._needed = {name: whom for whom, names in by_whom.items() for name in names}
         self.names: list[str] = []
 
     def __call__(self, name: str, error: Exception) -> None:
-        if self._args.strict_adapters or name in self._needed:
-            raise error
         known = isinstance(error, ValueError | OSError)
+        whom = self._needed.get(name, "--strict-adapters" if self._args.strict_adapters else None)
+        if whom is not None:
+            if not known:
+                raise error
+            raise ValueError(f"{whom}: adapter {name!r} is refused: {error}") from error
         text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {error}"
         logger.error(
             "adapter '%s' is refused, and not served: %s",
             printable(name),
-            printable(in_flags(text, vars(self._args))),
+            printable(in_flags(text, self._args.flags)),
             exc_info=None if known else error,
         )
         self.names.append(name)

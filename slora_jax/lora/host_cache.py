@@ -8,7 +8,7 @@ given from memory, which no folder holds; the budget does not count those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from slora_jax.lora.transfer import PINNED_HOST_LIMIT_VARIABLE, HostCopy
@@ -27,6 +27,7 @@ class HostCache:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.on_gone: Callable[[Adapter], None] = lambda _: None  # an adapter without pages has no copy now
         self.held = 0
         self.promised = 0
         self.turn = 0
@@ -61,6 +62,8 @@ class HostCache:
         if adapter.host is None:
             return
         adapter.host, adapter.fresh = None, False
+        if adapter.pages is None:
+            self.on_gone(adapter)
         if adapter.stamp is None:
             self.fixed -= adapter.host_bytes
             return

@@ -353,7 +353,6 @@ class AdapterLoader:
             what, _read_again, self._read, checkpoint, adapter.name, stamp, adapter.shape
         )
         adapter.state = "reading"
-        self._store.lose_guess(adapter)  # an earlier one, whose copy in host memory was dropped
         if adapter is self._guess:
             self._store.begin_guess(adapter)
         self._misses += 1

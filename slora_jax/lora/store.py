@@ -100,6 +100,7 @@ class AdapterStore:
         slot_pages: int | None = None,
     ) -> None:
         self.host = host
+        host.on_gone = self.lose_guess
         self.slot_pages = slot_pages
         self._pool, self._reclaim, self._on_freed = reclaim.pool, reclaim, on_freed
         self._by_name: dict[str, Adapter] = {}
@@ -382,6 +383,8 @@ class AdapterStore:
             assert (adapter in self._idle) == self._is_spare(adapter), f"{name} is misplaced"
             assert adapter.pinned == (adapter in self._pinned), f"{name}: pinned {adapter.pinned}"
             assert adapter.stamp is not None or adapter.host is not None, f"{name} has lost its only copy"
+            there = found or adapter.host is not None or adapter.state == "reading"
+            assert there or not adapter.guessed, f"{name} is counted as a guess, and nothing of it is there"
         known = {adapter.generation for adapter in self}
         for held in (*places.values(), self._sought, self._evicted):
             assert held.keys() <= known, "an adapter that is not registered is kept"

@@ -185,11 +185,13 @@ def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer | None:
     path = Path(path)
     try:
         exists = path.exists()
+        is_gguf = path.is_file() and path.suffix == ".gguf"
+        is_folder = (path / "tokenizer.json").is_file()
     except OSError as error:
         raise ValueError(f"tokenizer {reprlib.repr(str(path))} cannot be read: {error.strerror}") from error
-    if path.is_file() and path.suffix == ".gguf":
+    if is_gguf:
         return Tokenizer.from_gguf(path)
-    if (path / "tokenizer.json").is_file():
+    if is_folder:
         return Tokenizer.from_folder(path)
     models = [f for f in sorted(path.glob("*.gguf")) if "-of-" not in f.stem or "-00001-of-" in f.stem]
     if len(models) == 1:
@@ -197,7 +199,7 @@ def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer | None:
     found = (
         f"{len(models)} GGUF models: name one of them" if models else "neither tokenizer.json nor a GGUF file"
     )
-    raise ValueError(f"{path}: no tokenizer here ({found if exists else 'no such path'})")
+    raise ValueError(f"tokenizer '{path}': {found if exists else 'no such path'}")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from slora_jax.sharding.mesh import make_mesh
 from slora_jax.weights.gguf import write_tokenizer_gguf
 from slora_jax.weights.hf import hf_name
 from slora_jax.weights.load import Progress, load_checkpoint, load_model_config
-from slora_jax.weights.orbax import save_orbax
+from slora_jax.weights.orbax import orbax_path, save_orbax
 from slora_jax.weights.resolve import (
     INDEX_FILE,
     TOKENIZER_GGUF,
@@ -57,6 +57,8 @@ def convert(
         raise CheckpointError(f"format must be one of {', '.join(get_args(ConvertFormat))}, got {format!r}")
     target = Path(out).expanduser().absolute()
     _check_target(target)
+    if format == "orbax":
+        orbax_path(target)
     resolved = resolve_model(model, load_format)
     config = load_model_config(resolved)
     mesh = make_mesh(1, jax.devices("cpu"))

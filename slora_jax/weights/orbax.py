@@ -14,10 +14,20 @@ from slora_jax.weights.resolve import ORBAX_FOLDER
 from slora_jax.weights.source import raise_problems
 
 
+def orbax_path(folder: Path) -> Path:
+    """Where a model folder's checkpoint lies; raises CheckpointError for a path that Orbax cannot take."""
+    path = folder.resolve() / ORBAX_FOLDER
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path}: Orbax takes paths in UTF-8 only; name the folder otherwise") from None
+    return path
+
+
 def save_orbax(folder: Path, params: Mapping[str, jax.Array]) -> None:
     """Writes `params` under `folder`; returns when they are on disk."""
     with _checkpointer() as checkpointer:
-        checkpointer.save(folder.resolve() / ORBAX_FOLDER, dict(params))
+        checkpointer.save(orbax_path(folder), dict(params))
         checkpointer.wait_until_finished()
 
 
@@ -28,7 +38,7 @@ def load_orbax(
 
     Raises CheckpointError where names or shapes are not those of `specs`, or the files cannot be read.
     """
-    path = folder.resolve() / ORBAX_FOLDER
+    path = orbax_path(folder)
     with _checkpointer() as checkpointer:
         try:
             stored = checkpointer.metadata(path).item_metadata

@@ -17,8 +17,11 @@ from slora_jax.cli.flags import (
     name_and_path,
     unique_adapters,
 )
+from slora_jax.cli.main import make_parser
 from slora_jax.config import EngineConfig
 from slora_jax.sampling_params import SamplingParams
+
+EMPTY_MEANS_NONE, REFUSED_LATER = "compile_cache_dir", "adapter_root"
 
 
 def _parser(cls: type[Any], **options: Any) -> argparse.ArgumentParser:
@@ -212,7 +215,26 @@ def test_a_wrong_value_is_told_by_the_flag_that_gave_it(field: str) -> None:
         ('line 1: {"num_pages": 1}, "num_pages or None"', 'line 1: {"num_pages": 1}, "num_pages or None"'),
         ("/m/num_pages/x: num_pages.json, num_pages_2", "/m/num_pages/x: num_pages.json, num_pages_2"),
         ("the seed of target_modules", "the seed of target_modules"),
+        ("seed '7' is none; num_pages '8'", "--seed '7' is none; --num-pages '8'"),
+        ("num_pages must be 1, or None, got 0", "--num-pages must be 1, got 0"),
+        ("model 'x' does not exist", "model 'x' does not exist"),
     ],
 )  # fmt: skip
 def test_only_the_fields_of_flags_are_named_as_flags(text: str, told: str) -> None:
     assert in_flags(text, {"num_pages", "seed"}) == told
+
+
+def test_no_path_of_a_command_is_the_working_directory_for_want_of_a_value() -> None:
+    commands = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    paths = [
+        (name, action)
+        for name, parser in commands.items()
+        for action in parser._actions
+        if action.metavar in ("DIR", "FOLDER", "MODEL", "OUT")
+        and action.dest not in (EMPTY_MEANS_NONE, REFUSED_LATER)
+    ]
+    assert len(paths) > 9
+    for name, action in paths:
+        assert callable(action.type), (name, action.dest)
+        with pytest.raises(argparse.ArgumentTypeError, match="must not be empty"):
+            action.type("")

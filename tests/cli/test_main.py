@@ -290,14 +290,32 @@ def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPat
         ("generate MODEL --prompt x --load-format dummy --num-pages 100000000000", "lower --num-pages"),
         ("generate MODEL --prompt x --max-model-len 1", "--max-model-len must be at least 2, got 1"),
         ("serve MODEL --drain-seconds nan", "--drain-seconds must be in [0, 1e+09], got nan"),
-        ("serve MODEL --adapters a,b=./x", "adapters['a,b'] = './x': an adapter's name must have"),
+        ("serve MODEL --adapters a,b=./x", "--adapters: an adapter's name must have"),
+        ("serve MODEL --adapters-dir ./nowhere", "--adapters-dir: no adapter at 'nowhere'"),
+        ("serve MODEL --host=", "--host must not be empty"),
+        ("serve MODEL --host=a..b --port 0", "check --host and --port"),
+        ("serve MODEL --host=\udce9", "--host must be UTF-8"),
+        ("serve MODEL --adapter-root=", "--adapter-root must not be empty; leave it out"),
+        ("serve MODEL --adapter-root=LOOP", "--adapter-root 'LOOP'"),
+        ("serve MODEL --tenant-limits a=max-queue:0", "and below 2^48, got 0"),
+        (
+            "generate MODEL --prompt x --compile-cache-dir=/tmp/\udce9",
+            "--compile-cache-dir '/tmp/\\udce9' can",
+        ),
+        ("convert MODEL /tmp/\udce9 --load-format dummy", "Orbax takes paths in UTF-8 only"),
+        ("adapters ./nowhere --model ./nowhere", "no adapter at 'nowhere'"),
+        ("adapters /tmp --model=", "--model: a path must not be empty"),
+        ("demo --model ./nowhere --adapters-dir MODEL", "neither it nor a folder in it holds"),
         ("serve MODEL --api-key k --admin-api-key k", "--admin-api-key must differ from --api-key"),
         ("demo --adapters-dir ./nowhere", "no adapter at 'nowhere': give a local folder"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(
-    arguments: str, message: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    arguments: str, message: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("LOOP").symlink_to("LOOP")
     argv = [str(tiny_model_dir) if word == "MODEL" else word for word in arguments.split()]
     code, out, err = run_command(*argv, capsys=capsys)
     assert code == 2
@@ -316,7 +334,7 @@ def test_a_mistake_is_told_in_one_line(
             "--pinned-adapters names 'typo', which is not among the adapters given: q",
         ),
         ("generate MODEL --prompt x --pinned-adapters q", "'q', which is not among the adapters given: none"),
-        ("serve MODEL --adapters q=./nowhere", "no adapter at 'nowhere'"),
+        ("serve MODEL --adapters q=./nowhere", "--adapters: adapter 'q' is refused: no adapter at 'nowhere'"),
         ("serve MODEL --adapters q=./nowhere --lazy-adapters", "no adapter at 'nowhere'"),
         ("serve MODEL --adapters q=MODEL --lazy-adapters", "adapter_model.safetensors is missing"),
         ("generate MODEL --prompt x --adapter q=WEIGHTS --lazy-adapters", "adapter_config.json is missing"),
@@ -326,7 +344,7 @@ def test_a_mistake_is_told_in_one_line(
         ),
         ("serve MODEL --adapters q=ADAPTER --served-model-name q", "adapter 'q' has the name of the base"),
         ("serve MODEL --adapters NAME=ADAPTER", "' has the name of the base model"),
-        ("serve MODEL --tokenizer ./nowhere", "nowhere: no tokenizer here (no such path)"),
+        ("serve MODEL --tokenizer ./nowhere", "--tokenizer 'nowhere': no such path"),
         ("serve MODEL --kernel-backend mosaic", "--kernel-backend 'mosaic' needs a Hopper GPU"),
         ("serve MODEL --max-model-len 100000", "--max-model-len 100000 is above the model's"),
         ("serve MODEL --num-pages 3 --max-model-len 64", "--max-model-len 64 does not fit"),

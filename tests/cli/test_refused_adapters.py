@@ -69,17 +69,17 @@ def test_bad_adapters_of_a_folder_are_told_and_left_out(
 
 
 @pytest.mark.parametrize(
-    ("command", "more"),
+    ("command", "more", "whom"),
     [
-        *((name, ["--strict-adapters"]) for name in ("generate", "demo")),
-        *((name, ["--pinned-adapters", "big"]) for name in ("generate", "demo")),
-        ("generate", ["--prompt-for", "big", "Hi"]),
-        ("generate", ["--adapter"]),
+        *((name, ["--strict-adapters"], "--strict-adapters") for name in ("generate", "demo")),
+        *((name, ["--pinned-adapters", "big"], "--pinned-adapters") for name in ("generate", "demo")),
+        ("generate", ["--prompt-for", "big", "Hi"], "a prompt"),
+        ("generate", ["--adapter"], "--adapters"),
     ],
     indirect=["command"],
 )
 def test_a_bad_adapter_of_a_folder_that_is_needed_is_an_error(
-    more: list[str], command: list[str], adapters: Path, tmp_path: Path,
+    more: list[str], whom: str, command: list[str], adapters: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("slora_jax.engine.load_checkpoint", lambda *_, **__: pytest.fail("weights are read"))
@@ -90,6 +90,7 @@ def test_a_bad_adapter_of_a_folder_that_is_needed_is_an_error(
         more = ["--adapter", f"big={tmp_path / 'big'}"]
     code, _, err = run_command(*command, "--adapters-dir", str(folder), *more, capsys=capsys)
     assert code == 2
+    assert f"error: {whom}: adapter 'big' is refused: " in err.splitlines()[-1]
     assert "rank 12 is above --max-lora-rank 9" in err.splitlines()[-1]
 
 

@@ -173,6 +173,24 @@ def test_a_guess_that_is_unloaded_was_wasted() -> None:
     bench.engine.check_integrity()
 
 
+def test_a_guess_that_got_no_pages_is_wasted_once_its_host_copy_goes() -> None:
+    bench = guessed_bench(keep_host=False)
+    adapter = bench.engine._adapters.get("a")
+    bench.engine.add_request([4], None, SamplingParams(max_tokens=3))
+    while adapter.state != "reading":
+        bench.engine.step()
+    bench.engine.add_request([4] * 60, None, SamplingParams(max_tokens=56))  # needs every page
+    while bench.engine.stats().pages_free >= adapter.num_pages:
+        bench.engine.step()
+    bench.executor.run()
+    bench.engine.step()
+    assert (adapter.state, adapter.host is not None, guesses(bench)) == ("registered", True, (1, 0, 0))
+    host = bench.engine._adapters.host
+    assert host.make_room(host.budget)  # as for the read of another
+    assert guesses(bench) == (1, 0, 1)
+    bench.engine.check_integrity()
+
+
 @pytest.mark.parametrize("fails", ["read", "copy"])
 def test_a_guess_that_fails_was_wasted_and_is_not_made_again(
     fails: str, monkeypatch: pytest.MonkeyPatch

@@ -268,6 +268,7 @@ def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPat
     ("arguments", "message"),
     [
         ("generate MODEL", "give at least one --prompt"),
+        ("generate MODEL --prompt x --n 99999999999", "--n must be in [1, 16384], got 99999999999"),
         ("generate MODEL --prompt x --top-p 2", "--top-p must be in (0, 1], got 2.0"),
         ("generate MODEL --prompt x --max-batch-size 0", "--max-batch-size must be in [1, 1048576], got 0"),
         ("generate MODEL --prompt-for a x", "add --adapter a=PATH"),

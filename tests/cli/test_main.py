@@ -352,7 +352,7 @@ def test_a_mistake_is_told_in_one_line(
         ("serve MODEL --num-pages 100000000000", "lower --num-pages"),
         ("serve MODEL --pool-bytes 100", "raise --pool-bytes"),
         ("serve MODEL --no-unified-memory --adapter-slots 9 --num-pages 64", "lower --adapter-slots"),
-        ("generate MODEL --prompt x --logprobs 30", "logprobs 30 is above the engine's --max-logprobs 20"),
+        ("generate MODEL --prompt x --logprobs 30", "--logprobs 30 is above the engine's --max-logprobs 20"),
         ("generate MODEL --prompt x --temperature warm", "--temperature: invalid float value: 'warm'"),
         ("generate MODEL --prompt x --stop-token-ids 9999", "--stop-token-ids names token 9999"),
         ("generate MODEL --prompt x --logit-bias 9999=1", "--logit-bias names token 9999"),

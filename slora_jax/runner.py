@@ -111,7 +111,7 @@ class ModelRunner:
             layout=layout,
             rope=Rope.from_config(model_config),
             backend=self.backend,
-            max_logprobs=config.max_logprobs,
+            max_logprobs=min(config.max_logprobs, model_config.vocab_size),
             record_logits=config.record_logits,
         )
         model = Llama(model_config, _fuse(model_config, layout.tp, mesh, params))

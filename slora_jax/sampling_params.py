@@ -10,6 +10,7 @@ from typing import Any
 
 from slora_jax.checks import as_kind, as_list, check_fields
 
+MAX_N = 16384  # each is a sequence in the queue at once; OpenAI allows 128
 MAX_LOGIT_BIAS = 1024  # entries of one request; OpenAI allows 300
 MAX_STOP_STRINGS = 128  # the engine looks for each of them in every token's text; OpenAI allows 4
 MAX_STOP_CHARACTERS = 1024  # of each
@@ -75,7 +76,7 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         for name, ok, want in (
-            ("n", self.n >= 1, "at least 1"),
+            ("n", 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("min_tokens", self.min_tokens >= 0, "not negative"),
             (

@@ -38,7 +38,7 @@ _NAMED = re.compile(
     r"""(?<!\w)(?P<quote>["']).*?(?<!\\)(?P=quote)(?!\w)  # a path, a prompt, a value
     | (?P<none>,?\ or\ None|\ in\ EngineConfig)\b
     | \bleave\ (?P<left>\w+)\ None\b
-    | ^(?P<first>[a-z_]+)(?=\ (?:(?:must|may)\ |'))
+    | ^(?P<first>[a-z_]+)(?=\ (?:(?:must|may)\ |['\d]))
     | (?<![\w/.'"-])(?P<field>[a-z]+(?:_[a-z]+)+)(?![\w/'"-]|\.\w)""",
     re.VERBOSE,
 )

@@ -55,7 +55,7 @@ def convert(
     """
     if format not in get_args(ConvertFormat):
         raise CheckpointError(f"format must be one of {', '.join(get_args(ConvertFormat))}, got {format!r}")
-    target = Path(out).expanduser().absolute()
+    target = Path(os.path.realpath(Path(out).expanduser()))  # no folder can take the place of a link to one
     _check_target(target)
     if format == "orbax":
         orbax_path(target)
@@ -75,7 +75,7 @@ def convert(
 
 def _check_target(target: Path) -> None:
     try:
-        free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+        free = not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
     except OSError as error:
         raise _no_folder(target, error) from error
     if not free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from slora_jax.weights.source import raise_problems
 
 def orbax_path(folder: Path) -> Path:
     """Where a model folder's checkpoint lies; raises CheckpointError for a path that Orbax cannot take."""
-    path = folder.resolve() / ORBAX_FOLDER
+    path = Path(os.path.realpath(folder)) / ORBAX_FOLDER
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -217,6 +217,7 @@ def test_a_wrong_value_is_told_by_the_flag_that_gave_it(field: str) -> None:
         ("the seed of target_modules", "the seed of target_modules"),
         ("seed '7' is none; num_pages '8'", "--seed '7' is none; --num-pages '8'"),
         ("num_pages must be 1, or None, got 0", "--num-pages must be 1, got 0"),
+        ("seed 7 is none", "--seed 7 is none"),
         ("model 'x' does not exist", "model 'x' does not exist"),
     ],
 )  # fmt: skip

@@ -268,6 +268,7 @@ def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPat
     ("arguments", "message"),
     [
         ("generate MODEL", "give at least one --prompt"),
+        ("generate MODEL --prompt x --n 99999999999", "--n must be in [1, 16384], got 99999999999"),
         ("generate MODEL --prompt x --top-p 2", "--top-p must be in (0, 1], got 2.0"),
         ("generate MODEL --prompt x --max-batch-size 0", "--max-batch-size must be in [1, 1048576], got 0"),
         ("generate MODEL --prompt-for a x", "add --adapter a=PATH"),
@@ -351,7 +352,7 @@ def test_a_mistake_is_told_in_one_line(
         ("serve MODEL --num-pages 100000000000", "lower --num-pages"),
         ("serve MODEL --pool-bytes 100", "raise --pool-bytes"),
         ("serve MODEL --no-unified-memory --adapter-slots 9 --num-pages 64", "lower --adapter-slots"),
-        ("generate MODEL --prompt x --logprobs 30", "logprobs 30 is above the engine's --max-logprobs 20"),
+        ("generate MODEL --prompt x --logprobs 30", "--logprobs 30 is above the engine's --max-logprobs 20"),
         ("generate MODEL --prompt x --temperature warm", "--temperature: invalid float value: 'warm'"),
         ("generate MODEL --prompt x --stop-token-ids 9999", "--stop-token-ids names token 9999"),
         ("generate MODEL --prompt x --logit-bias 9999=1", "--logit-bias names token 9999"),

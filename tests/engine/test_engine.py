@@ -159,6 +159,14 @@ def test_logprobs_are_the_model_s_own(tiny_model_dir: Path) -> None:
         assert got.rank == 1 + int((exact[step] > exact[step][token]).sum())
 
 
+def test_more_alternatives_than_tokens_may_be_allowed_and_asked_for(tiny_model_dir: Path) -> None:
+    engine = make_engine(tiny_model_dir, max_logprobs=2**31 - 1)
+    vocab = engine.model_config.vocab_size
+    out = engine.generate([[4, 5]], None, SamplingParams(max_tokens=1, logprobs=vocab + 1))[0]
+    assert out.logprobs is not None
+    assert sorted(out.logprobs[0].top) == list(range(vocab))
+
+
 def test_length_ends_at_the_model_s_limit(engine: Engine) -> None:
     out = engine.generate([[1] * 250], None, dataclasses.replace(GREEDY, max_tokens=None))[0]
     assert (len(out.token_ids), out.finish_reason) == (6, "length")

@@ -104,13 +104,29 @@ def test_refuses_what_is_in_the_way(source: Path, tmp_path: Path) -> None:
     full.mkdir()
     (full / "precious").touch()
     file.touch()
-    for out in (full, file, source):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for out in (full, file, source, loop):
         with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
             convert(source, out, format="orbax")
     assert (full / "precious").exists()
     empty.mkdir()
     convert(source, empty, format="safetensors")
     assert resolve_model(empty).format == "safetensors"
+
+
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_what_it_points_to_is_written(
+    source: Path, tmp_path: Path, there: bool, format: Any
+) -> None:
+    link, disk = tmp_path / "link", tmp_path / "disk"
+    link.symlink_to(disk)
+    if there:
+        disk.mkdir()
+    assert convert(source, link, format=format) == disk
+    assert link.is_symlink()
+    assert resolve_model(link).format == format
 
 
 def test_unknown_format(source: Path, tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ bench-cpu: .venv/ready .venv-peft/ready ## output tokens/s and memory against Hu
 test-gpu: .venv-gpu/ready ## GPU kernels against plain JAX in float32, on this machine's Hopper GPU
 	@JAX_PLATFORMS=cuda .venv-gpu/bin/python -m pytest -q -m gpu tests/kernels $(ARGS)
 
-bench-gpu: .venv-gpu/ready ## what is published of one H200: lists its parts (ARGS="kernels 7b" runs these)
-	@.venv-gpu/bin/python -m benchmarks.suite $(ARGS)
+bench-gpu: $(if $(ARGS),.venv-gpu,.venv)/ready ## what is published of one H200: lists its parts (ARGS="kernels 7b" runs these)
+	@$(if $(ARGS),.venv-gpu,.venv)/bin/python -m benchmarks.suite $(ARGS)
 
 clean: ## remove what make made: environments, caches, build
 	@rm -rf .venv .venv-peft .venv-aot .venv-gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

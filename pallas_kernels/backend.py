@@ -144,14 +144,20 @@ class KernelShape:
 def select_backend(name: str, platform: str, compute_capability: str | None, shape: KernelShape) -> Backend:
     """The backend that `name` asks for; "auto" is mosaic where its kernels can do `shape`, else xla.
 
-    `compute_capability` is a GPU's ("9.0"), else None. On a Hopper GPU "auto" says in the log why it does not
-    take mosaic. Raises ValueError where mosaic was named and cannot be.
+    `compute_capability` is a GPU's ("9.0"), else None. On a GPU "auto" says in the log why it does not take
+    mosaic. Raises ValueError where mosaic was named and cannot be.
     """
     if name == "xla":
         return XLA
     hopper = platform in ("gpu", "cuda") and (compute_capability or "").split(".")[0] == "9"
     if not hopper:  # wgmma: only 9.x has it
         if name == "auto":
+            if compute_capability is not None:
+                logger.warning(
+                    "the Mosaic kernels need a Hopper GPU (compute capability 9.x), this one has %s: plain "
+                    "JAX serves, far slower",
+                    compute_capability,
+                )
             return XLA
         found = platform if compute_capability is None else f"compute capability {compute_capability}"
         raise ValueError(

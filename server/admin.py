@@ -47,7 +47,7 @@ async def load_lora_adapter(request: Request) -> Response:
         logger.warning(
             "refused to load adapter '%s' from %s: %s", name, printable(path, 500), printable(error, 500)
         )
-        raise _refused(body.lora_path, error) from error
+        raise _refused(body.lora_path, context.config.adapter_root, error) from error
     logger.info("loaded adapter '%s' (generation %d) from %s", name, info.generation, printable(path, 500))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -92,12 +92,13 @@ async def _set_pinned(request: Request, pinned: bool) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
 
-def _refused(given: str, error: OSError | ValueError) -> ApiError:
+def _refused(given: str, root: object, error: OSError | ValueError) -> ApiError:
     """Why an adapter was not loaded, in terms of the path as the client gave it."""
     match error:
         case FileNotFoundError():
             message = (
                 f"No adapter found for {given}: it must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+                + ("" if root is None else ", given by its path in the server's --adapter-root")
             )
             return ApiError(404, "NotFoundError", message, "lora_path")
         case OSError():

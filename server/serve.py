@@ -89,6 +89,10 @@ class _Server(uvicorn.Server):
         """Stop listening, drain the engine, let every client read its last event; a second Ctrl-C aborts what
         runs, and waits for no client.
         """
+        logger.info(
+            "shutting down: requests that run have %g s to end (--drain-seconds); Ctrl-C aborts them",
+            self._drain_seconds,
+        )
         draining = asyncio.create_task(self._engine.shutdown(self._drain_seconds))
         forcing = asyncio.create_task(self._abort_when_forced())
         await super().shutdown(sockets)

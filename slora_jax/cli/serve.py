@@ -31,7 +31,7 @@ SERVER_HELP: Mapping[str, str] = {  # a field of ServerConfig -> its help text
     "max_sequences_per_request": "most prompts times n in one request",
     "watchdog_seconds": "without a step for so long while requests wait, /health is 503 and the log says why "
     "(a first step may compile for minutes); 0: never",
-    "drain_seconds": "how long running requests may go on after SIGTERM",
+    "drain_seconds": "how long running requests may go on after SIGTERM or Ctrl-C (a second one aborts them)",
 }
 VARIABLES: Mapping[str, str] = {  # a field of ServerConfig -> where it is from, where no flag gives it
     "api_key": "SLORA_API_KEY",

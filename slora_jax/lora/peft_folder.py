@@ -39,7 +39,9 @@ def check_adapter_path(path: object) -> None:
 
 
 def adapter_folder(path: str | os.PathLike[str]) -> Path:
-    """`path`, which must be a folder; raises FileNotFoundError, AdapterError or, for no path, ValueError."""
+    """`path`, a folder with an adapter's config or weights; raises FileNotFoundError where nothing lies
+    there, AdapterError where it is none, ValueError for what is no path.
+    """
     check_adapter_path(path)
     folder = Path(path)
     if not _exists(folder):
@@ -47,11 +49,24 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
             f"no adapter at '{folder}': give a local folder with {CONFIG_FILE} and {WEIGHTS_FILE} "
             "(nothing is downloaded)"
         )
+    if not _is_adapter(_files(folder)):
+        raise AdapterError(
+            f"neither {CONFIG_FILE} nor {WEIGHTS_FILE} is in this folder; give the adapter's own",
+            folder=folder,
+        )
+    return folder
+
+
+def _files(folder: Path) -> list[str]:
+    """Sorted names in an existing folder; raises AdapterError where it is none."""
     if not folder.is_dir():
         raise AdapterError(
             f"not a folder; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}", folder=folder
         )
-    return folder
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise AdapterError(f"cannot be read: {error.strerror}", folder=folder) from error
 
 
 def _exists(path: Path) -> bool:
@@ -110,11 +125,10 @@ def find_adapters(folder: str | os.PathLike[str]) -> dict[str, Path]:
     nothing, and so do one that cannot be looked into and a link to none: who reads it is told why. Raises
     FileNotFoundError or AdapterError where `folder` is none, ValueError where it has none.
     """
-    root = adapter_folder(folder)
-    try:
-        children = sorted(os.listdir(root))
-    except OSError as error:
-        raise AdapterError(f"cannot be read: {error.strerror}", folder=root) from error
+    root = Path(folder)
+    if not _exists(root):
+        raise FileNotFoundError(f"no folder '{root}': give one that is an adapter, or whose sub-folders are")
+    children = _files(root)
     if _is_adapter(children):
         return {root.resolve().name: root}
     found = {child: root / child for child in children if _may_be_adapter(root / child)}

@@ -52,6 +52,16 @@ def test_help_lists_the_commands_and_fits_a_terminal(
         assert max(map(len, out.splitlines())) <= 105
 
 
+@pytest.mark.parametrize("name", ["demo", "generate MODEL", "serve MODEL", "adapters FOLDER --model MODEL"])
+def test_an_unknown_flag_is_told_with_the_usage_of_its_command(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run_command(*name.split(), "--bogus", capsys=capsys)
+    assert code == 2
+    assert err.startswith(f"usage: slora-jax {name.split()[0]} ")
+    assert "error: unrecognized arguments: --bogus" in err
+
+
 def test_help_and_version_do_not_wait_for_jax() -> None:
     code = "import sys; from slora_jax.cli import main; main.make_parser(); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -292,7 +302,7 @@ def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPat
         ("generate MODEL --prompt x --max-model-len 1", "--max-model-len must be at least 2, got 1"),
         ("serve MODEL --drain-seconds nan", "--drain-seconds must be in [0, 1e+09], got nan"),
         ("serve MODEL --adapters a,b=./x", "--adapters: an adapter's name must have"),
-        ("serve MODEL --adapters-dir ./nowhere", "--adapters-dir: no adapter at 'nowhere'"),
+        ("serve MODEL --adapters-dir ./nowhere", "--adapters-dir: no folder 'nowhere': give one that is"),
         ("serve MODEL --host=", "--host must not be empty"),
         ("serve MODEL --host=a..b --port 0", "check --host and --port"),
         ("serve MODEL --host=\udce9", "--host must be UTF-8"),
@@ -304,11 +314,11 @@ def test_a_tally_counts_the_events_of_a_step_alike(monkeypatch: pytest.MonkeyPat
             "--compile-cache-dir '/tmp/\\udce9' can",
         ),
         ("convert MODEL /tmp/\udce9 --load-format dummy", "Orbax takes paths in UTF-8 only"),
-        ("adapters ./nowhere --model ./nowhere", "no adapter at 'nowhere'"),
+        ("adapters ./nowhere --model ./nowhere", "no folder 'nowhere'"),
         ("adapters /tmp --model=", "--model: a path must not be empty"),
         ("demo --model ./nowhere --adapters-dir MODEL", "neither it nor a folder in it holds"),
         ("serve MODEL --api-key k --admin-api-key k", "--admin-api-key must differ from --api-key"),
-        ("demo --adapters-dir ./nowhere", "no adapter at 'nowhere': give a local folder"),
+        ("demo --adapters-dir ./nowhere", "no folder 'nowhere': give one that is an adapter, or whose"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(
@@ -337,7 +347,10 @@ def test_a_mistake_is_told_in_one_line(
         ("generate MODEL --prompt x --pinned-adapters q", "'q', which is not among the adapters given: none"),
         ("serve MODEL --adapters q=./nowhere", "--adapters: adapter 'q' is refused: no adapter at 'nowhere'"),
         ("serve MODEL --adapters q=./nowhere --lazy-adapters", "no adapter at 'nowhere'"),
-        ("serve MODEL --adapters q=MODEL --lazy-adapters", "adapter_model.safetensors is missing"),
+        (
+            "serve MODEL --adapters q=MODEL --lazy-adapters",
+            "neither adapter_config.json nor adapter_model.safetensors is in this folder",
+        ),
         ("generate MODEL --prompt x --adapter q=WEIGHTS --lazy-adapters", "adapter_config.json is missing"),
         (
             "serve MODEL --adapters q=ADAPTER --max-lora-rank 3",

@@ -50,6 +50,16 @@ def test_auto_is_mosaic_on_hopper_and_a_name_is_obeyed(
 
 
 @pytest.mark.parametrize(
+    ("capability", "told"), [("8.9", True), ("10.0", True), ("9.0", False), (None, False)]
+)
+def test_a_gpu_that_cannot_have_the_kernels_is_told_in_the_log(
+    capability: str | None, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    select_backend("auto", "cpu" if capability is None else "gpu", capability, LLAMA)
+    assert (f"this one has {capability}: plain JAX serves, far slower" in caplog.text) == told
+
+
+@pytest.mark.parametrize(
     ("platform", "capability", "message"),
     [
         ("cpu", None, r"needs a Hopper GPU \(compute capability 9.x\), found cpu"),

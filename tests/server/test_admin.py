@@ -227,7 +227,9 @@ def test_adapters_must_lie_inside_the_root(root: Path) -> None:
             ("team/good", str(root / "team" / "good"), "team/../team/good", "inner-link")
         ):
             assert live.post(LOAD, {"lora_name": f"good{i}", "lora_path": good}).status_code == 200, good
-        assert error_of(live, LOAD, {"lora_name": "x", "lora_path": "team/none"})[0] == 404
+        refused = error_of(live, LOAD, {"lora_name": "x", "lora_path": "team/none"})
+        assert refused[0] == 404
+        assert refused[2].endswith("given by its path in the server's --adapter-root")
         for bad in (
             "..",
             "../adapter",

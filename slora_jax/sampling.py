@@ -102,6 +102,12 @@ def update_token_counts(
     return counts.at[jnp.where(is_prompt, slots, slot), token].add(1, mode="drop")
 
 
+def finite_rows(logits: jax.Array) -> jax.Array:
+    """bool[R]: the rows of logits f32[R, v] without NaN and +inf that have a token above -inf; one pass."""
+    # Not isfinite of the maximum: XLA's of a CPU passes over NaN.
+    return jnp.all(logits < jnp.inf, axis=1) & jnp.any(logits > -jnp.inf, axis=1)
+
+
 def sample(
     logits: jax.Array, rows: SamplingRows, counts: jax.Array, slot: jax.Array, *, max_logprobs: int
 ) -> SampleResult:

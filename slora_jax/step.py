@@ -27,7 +27,7 @@ from slora_jax.memory.layout import GROUPS, MODULES, PageLayout
 from slora_jax.models.llama import LlamaEnds, LlamaLayer
 from slora_jax.models.rope import Rope
 from slora_jax.pallas_kernels.backend import Backend
-from slora_jax.sampling import SampleResult, SamplingRows, sample, update_token_counts
+from slora_jax.sampling import SampleResult, SamplingRows, finite_rows, sample, update_token_counts
 from slora_jax.step_shape import StepShape
 
 REPEATED = PartitionSpec()
@@ -231,9 +231,8 @@ def finish(
     )
     result = sample(logits, rows.sampling, counts, rows.sample_slot, max_logprobs=config.max_logprobs)
     last_tokens = slots.last_tokens.at[rows.sample_slot].set(result.tokens, mode="drop")
-    finite = jnp.isfinite(jnp.max(logits, axis=1))
     output = StepOutput(
-        tokens=jnp.where(finite, result.tokens, -1),
+        tokens=jnp.where(finite_rows(logits), result.tokens, -1),
         sample=result,
         logits=logits if config.record_logits else None,
     )

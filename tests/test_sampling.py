@@ -18,7 +18,7 @@ from jax.extend import core
 from scipy import stats
 
 from slora_jax import thresholds
-from slora_jax.sampling import PROMPT_BIT, sample, update_token_counts
+from slora_jax.sampling import PROMPT_BIT, finite_rows, sample, update_token_counts
 from tests.sampling_reference import (
     LOGPROBS,
     RESULTS,
@@ -313,3 +313,19 @@ def test_works_in_shard_map(split: bool) -> None:
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="sampling rows"):
         run(np.zeros((3, VOCAB), np.float32), make_rows(4))
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 257, 4096, 32000])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_a_row_that_is_not_finite_is_found_wherever_that_is(rows: int, vocab: int) -> None:
+    logits = np.random.default_rng(0).normal(size=(rows, vocab)).astype(np.float32)
+    logits[:, 1 : vocab // 2] = -np.inf
+    of_all = jax.jit(finite_rows)
+    for value in (np.nan, -np.float32(np.nan), np.inf):
+        for token in {0, vocab // 3, vocab - 1}:
+            for row in {0, rows - 1}:
+                broken = logits.copy()
+                broken[row, token] = value
+                np.testing.assert_array_equal(of_all(broken), np.arange(rows) != row)
+    logits[0] = -np.inf
+    np.testing.assert_array_equal(of_all(logits), np.arange(rows) != 0)

@@ -225,3 +225,4 @@ def add_to_memory(source: Ref, target: Ref, config: LoraConfig) -> None:
         plgpu.copy_smem_to_gmem(source, target, commit_group=False, reduction_op="add")
     else:  # the interpreter has no reducing copies
         target[...] = target[...] + source[...]
+        plgpu.commit_smem()  # it takes a copy over what was read so for a race without

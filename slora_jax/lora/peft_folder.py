@@ -36,6 +36,8 @@ def check_adapter_path(path: object) -> None:
     """Raise ValueError for what is no path."""
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"an adapter's path must be a string or a Path, got {reprlib.repr(path)}")
+    if not os.fspath(path):  # which would be the working directory
+        raise ValueError("an adapter's path must not be empty")
 
 
 def adapter_folder(path: str | os.PathLike[str]) -> Path:

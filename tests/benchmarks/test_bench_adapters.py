@@ -87,6 +87,7 @@ def test_a_benchmark_whose_adapters_cannot_be_loaded_ends_with_the_reason(
         make_resident(engine, names[:2])
 
 
+@pytest.mark.slow
 def test_only_a_pool_that_is_too_small_loads_while_it_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_pool_that_is_no_limit_compares_no_policies(
         clustering.run(cast(Workbench, bench), args)
 
 
+@pytest.mark.slow
 def test_arrivals_meet_a_pool_of_so_many_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = "online --pool-tokens 640 --adapters 12 --rate 40 --target 0.4 --online-seconds 0.5"
     [line] = run(monkeypatch, tmp_path, f"{arguments} --policies cluster")["online"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,15 @@ def test_a_prompt_that_does_not_fit_beside_its_adapter_is_told_with_its_place(
     assert (code, "error: --prompt-for a 'xxx" in err.splitlines()[-1]) == (2, True)
 
 
+@pytest.fixture
+def children_take_ctrl_c() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which has them and their children ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("children_take_ctrl_c")
 def test_ctrl_c_while_stdin_is_read_ends_with_130(talking_model: Path) -> None:
     command = [sys.executable, "-m", "slora_jax.cli.main", "generate", str(talking_model), "--prompts", "-"]
     pipe = subprocess.PIPE

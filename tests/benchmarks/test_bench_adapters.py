@@ -60,6 +60,7 @@ def test_loads_stream_beside_decodes_and_cold_requests_wait_for_theirs(
         assert line["value"] == pytest.approx(line["cold_ms"] - line["resident_ms"], abs=2e-3)
 
 
+@pytest.mark.slow
 def test_loads_end_where_the_pool_holds_far_more_adapters_than_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_policies_meet_real_arrivals(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert fcfs["share_of_small"] < vtc["share_of_small"] < 0.6
 
 
+@pytest.mark.slow
 def test_clustered_requests_share_fewer_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = "cluster --cluster-tokens 256 --cluster-adapters 8 --cluster-waiting 12 --cluster-seconds 2"
     lines = run(monkeypatch, tmp_path, f"{arguments} --cluster-passes 40 --cluster-alpha 1.0")["cluster"]

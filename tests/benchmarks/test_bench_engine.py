@@ -27,6 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str, engine: Eng
     return [json.loads(line) for line in (folder / "engine.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_what_the_pool_does_not_hold_is_said_and_not_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_options_that_reach_no_compiler_are_refused() -> None:
         main([*DECODE.split(), "--model", "tiny", "--xla", "a=1", "b=2"])
 
 
+@pytest.mark.slow
 def test_decodes_near_the_longest_context_run_to_the_last_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -18,9 +18,10 @@ Passes over the [R, v] logits (reads unless said otherwise), each part taken onl
     top_p            1: sum, unless top_k or min_p leave only candidates
     where candidates are not enough (a vocabulary that `drawing.group_size` does not divide; a nucleus or
     top_k of more than about 128 tokens, or as many ties):
-        filters      4: weights (read, write), draw, and where it starts
-        top_k        11 of counts, each of 3 bits of a float32 threshold (on a CPU 32 of one bit)
-        top_p        10 of sums of the weights, likewise (on a CPU 30), and 1
+        min_p        1: draw
+        top_k, top_p 2 a round: draw, and what is above it; rounds until no row's token is cut (mostly 2 to 4)
+        top_p        1: sum of what is kept; with top_k, too, 11 of counts, each of 3 bits of a float32
+                     threshold (on a CPU 32 of one bit)
     logprobs         3, + 1 for each of the most alternatives that a row of the batch asked for
 """
 

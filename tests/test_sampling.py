@@ -112,6 +112,8 @@ def test_thresholds_are_exact_to_the_last_bit(k: int) -> None:
     assert set(by_k.tokens.tolist()) == set(order[:k].tolist())
     by_p = run(logits, make_rows(2048, seed=np.arange(2048), temperature=1, top_p=(k - 0.5) / VOCAB), width=0)
     assert set(by_p.tokens.tolist()) == set(order[:k].tolist())
+    some = make_rows(2048, seed=np.arange(2048), temperature=1, top_k=2 * k, top_p=0.5 - 0.25 / k)
+    assert set(run(logits, some, width=0).tokens.tolist()) == set(order[:k].tolist())
 
 
 def test_bans_and_large_biases() -> None:

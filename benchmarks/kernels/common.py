@@ -99,6 +99,34 @@ class Chain:
             times.append((time.perf_counter() - start) / (runs * self.calls))
         return statistics.median(times)
 
+    def device_seconds(self, carry: Any, *args: Any, repeats: int = 7, runs: int = 2) -> tuple[float, float]:
+        """Medians of a call: what the device takes, and what the host takes to launch it.
+
+        The host takes longer to launch a graph of many conditionals than the device to run the few that are
+        taken. In an engine it is a step ahead. Here copies run while it launches, whose time is subtracted.
+        """
+        carry = jax.block_until_ready(self.compiled(self.compiled(carry, *args), *args))
+        start = time.perf_counter()
+        carry = self.compiled(carry, *args)
+        launch = time.perf_counter() - start
+        number = min(60, 4 + int(1500 * runs * launch))  # of about a millisecond each
+        copies, ballast = Chain.compile(_copy, _ballast(), calls=number), _ballast()
+        samples: list[tuple[float, float]] = []  # seconds of all calls, of launching them
+        for _ in range(1 + repeats):  # the first is warming up
+            jax.block_until_ready((ballast, carry))
+            start = time.perf_counter()
+            ballast = jax.block_until_ready(copies.compiled(ballast))
+            alone = time.perf_counter() - start
+            ballast = copies.compiled(ballast)
+            begin = time.perf_counter()
+            for _ in range(runs):
+                carry = self.compiled(carry, *args)
+            launched = time.perf_counter()
+            jax.block_until_ready(carry)
+            samples.append((time.perf_counter() - start - 2 * alone, launched - begin))
+        device, host = (statistics.median(s) / (runs * self.calls) for s in zip(*samples[1:], strict=True))
+        return device, host
+
 
 def seconds_per_call(
     step: Callable[..., Any], carry: Any, *args: Any, calls: int = 32, repeats: int = 7, runs: int = 4
@@ -113,12 +141,22 @@ def xla_seconds(step: Callable[..., Any], carry: Any, *args: Any, calls: int = 1
     return chain.seconds(carry, *args, repeats=3, runs=2)
 
 
+def _ballast() -> jax.Array:
+    """2 GiB on a GPU, which copies that in a millisecond."""
+    return jnp.arange(2**29 if jax.default_backend() == "gpu" else 2**20, dtype=jnp.uint32)
+
+
+def _copy(i: int, x: jax.Array) -> jax.Array:
+    once: Any = jax.lax.optimization_barrier  # each call its own pass over memory
+    copied: jax.Array = once(x ^ jnp.uint32(i + 1))
+    return copied
+
+
 def measure_ceilings() -> Ceilings:
     """A copy of 2 GiB and an 8192-cubed matrix product of random bf16."""
-    size = 2**29 if jax.default_backend() == "gpu" else 2**20
-    big = jnp.arange(size, dtype=jnp.uint32)
     once: Any = jax.lax.optimization_barrier  # each call its own pass over memory
-    copy = seconds_per_call(lambda i, x: once(x ^ jnp.uint32(i + 1)), big, calls=8, repeats=5, runs=1)
+    big = _ballast()
+    copy = seconds_per_call(_copy, big, calls=8, repeats=5, runs=1)
     n = 8192 if jax.default_backend() == "gpu" else 256
     a, b = (jax.random.normal(jax.random.key(s), (n, n), jnp.bfloat16) for s in (0, 1))
     small = b * jnp.bfloat16(n**-0.5)

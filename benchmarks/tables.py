@@ -47,6 +47,7 @@ ON_PAGE: Mapping[str, tuple[Table, ...]] = {
         kernels.LORA_SHAPES,
         kernels.DECODE_ATTENTION,
         kernels.PREFILL_ATTENTION,
+        kernels.ROPE_KV_WRITE,
         kernels.SAMPLING,
     ),
     "Adapters that come and go": (

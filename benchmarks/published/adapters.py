@@ -70,9 +70,9 @@ _LOADS = {"batch": 256, "context": 400}
 LOAD_BANDWIDTH = Table(
     "load_bandwidth",
     "Adapters that stream in beside a full batch",
-    "Copies from pinned host memory into the pool's pages beside 256 decodes of 400 tokens: their rate as a "
-    "share of a plain copy's, and how much longer steps take meanwhile. The benchmark's own share of the host's "
-    "time, asking for so many adapters, is within the steps.",
+    "Copies from pinned host memory into the pool's pages beside 256 decodes of 400 tokens: their rate as "
+    "a share of a plain copy's, and how much longer steps take meanwhile. The benchmark's own share of the "
+    "host's time, asking for so many adapters, is within the steps.",
     ("model", "rank"),
     (
         Column("of the link's rate", "**{:.0%}**", "share_of_pinned_copy"),
@@ -135,10 +135,10 @@ _CLUSTERED = ((1.0, "fcfs", 0), (1.0, "cluster", 16), (1.0, "cluster", 64),
 CLUSTER = Table(
     "cluster",
     "Clustering",
-    "The pool, adapters and queue of S-LoRA's ablation on the 7B shape: 14,500 tokens, 32 adapters of ranks 64, "
-    "32, 16 and 8, always 40 requests that wait. Served as they came, or with at most `passes` later ones before "
-    "one. alpha is S-LoRA's: 1 is uniform, less is skewed. What was predicted, and why an H200's whole pool gains "
-    "next to nothing: [experiments.md](experiments.md#clustering).",
+    "The pool, adapters and queue of S-LoRA's ablation on the 7B shape: 14,500 tokens, 32 adapters of ranks "
+    "64, 32, 16 and 8, always 40 requests that wait. Served as they came, or with at most `passes` later "
+    "ones before one. alpha is S-LoRA's: 1 is uniform, less is skewed. What was predicted, and why an "
+    "H200's whole pool gains next to nothing: [experiments.md](experiments.md#clustering).",
     ("alpha", "policy", "passes"),
     (
         Column("output tokens/s", "**{:,.0f}**"),

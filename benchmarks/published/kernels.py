@@ -132,7 +132,8 @@ PREFILL_ATTENTION = Table(
 ROPE_KV_WRITE = Table(
     "rope_kv_write",
     "RoPE and KV write",
-    "q and k turned, k and v written into their pages, one layer. The share is of the copy rate in the same run.",
+    "q and k turned, k and v written into their pages, one layer. The share is of the copy rate in the "
+    "same run.",
     ("tokens", "KV heads", "query heads", "head dim"),
     (
         Column("µs", "**{:.1f}**"),

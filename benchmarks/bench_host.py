@@ -46,6 +46,7 @@ from slora_jax.step_shape import StepShape
 BATCH, RANKS, PROMPT_TOKENS, NUM_PAGES = 256, (64, 32, 16, 8), 128, 400_000
 JOIN_EVERY, JOINING = 4, 8  # of mixed batches: steps between prompts, and how many come
 MODEL = ModelConfig.from_hf(hf_config("llama-3-8b"))
+PAGE_TOKENS, DTYPE = EngineConfig().page_tokens, jnp.dtype(EngineConfig().dtype)
 PARTS = {  # of a step: the method that does it
     "schedule": (StepLoop, "schedule"),
     "build": (BatchBuilder, "build"),
@@ -123,23 +124,33 @@ class Clock:
         return timed
 
 
-def new_engine(adapters: int) -> Engine:
-    """An engine with so many adapters "a0", "a1", ... of RANKS in turn, on all modules."""
-    config = EngineConfig(max_batch_size=BATCH, max_step_tokens=2048, adapter_host_bytes=1 << 47)
-    size = PoolSize(NUM_PAGES, MODEL.max_position_embeddings)
-    stand_ins: dict[str, Any] = {"ModelRunner": HostRunner, "size_pool": lambda *_: size}
+def new_engine(
+    adapters: int,
+    *,
+    ranks: Sequence[int] = RANKS,
+    modules: Sequence[str] = MODULES,
+    num_pages: int = NUM_PAGES,
+    runner: type[HostRunner] = HostRunner,
+    **fields: Any,
+) -> Engine:
+    """An engine with so many adapters "a0", "a1", ... of these ranks in turn."""
+    config = EngineConfig(max_batch_size=BATCH, max_step_tokens=2048, adapter_host_bytes=1 << 47, **fields)
+    size = PoolSize(num_pages, MODEL.max_position_embeddings)
+    stand_ins: dict[str, Any] = {"ModelRunner": runner, "size_pool": lambda *_: size}
     with mock.patch.multiple(slora_jax.engine, **stand_ins):
         engine = Engine(MODEL, {}, config, make_mesh(1))
-    layout = PageLayout.for_model(MODEL, config.page_tokens, 1)
     for i in range(adapters):
-        rank = RANKS[i % len(RANKS)]
-        placed = layout.adapter(dict.fromkeys(MODULES, rank))
-        shape = layout.n_layers, placed.num_pages, layout.page_elems
-        pages = np.broadcast_to(np.zeros((), jnp.dtype(config.dtype)), shape)
-        engine.load_adapter(
-            f"a{i}", PreparedAdapter(f"/none/{i}", PackedAdapter(pages, placed, rank, MODULES, {}))
-        )
+        packed = stand_in_adapter(ranks[i % len(ranks)], modules)
+        engine.load_adapter(f"a{i}", PreparedAdapter(f"/none/{i}", packed))
     return engine
+
+
+def stand_in_adapter(rank: int, modules: Sequence[str]) -> PackedAdapter:
+    """An adapter of zeros, which take no memory."""
+    layout = PageLayout.for_model(MODEL, PAGE_TOKENS, 1)
+    placed = layout.adapter(dict.fromkeys(modules, rank))
+    shape = layout.n_layers, placed.num_pages, layout.page_elems
+    return PackedAdapter(np.broadcast_to(np.zeros((), DTYPE), shape), placed, rank, tuple(modules), {})
 
 
 def requests(engine: Engine, adapters: int, mixed: bool) -> Iterator[None]:

@@ -11,6 +11,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,17 +49,19 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
         bandwidth = pinned_copy_bandwidth(nbytes, max(1, (1 << 30) // max(nbytes, 1 << 24)))
         bench.say(f"plain copies of pinned memory: {bandwidth / 1e9:.2f} GB/s")
         staging = max(64 << 20, bench.runner.pool.nbytes // 64)
-        taken = bench.batch * -(-last_context(args) // bench.page_tokens) + 2 * bench.batch
-        room = (bench.num_pages - 1 - taken) // (2 * layout.num_pages)
-        window = min(256, max(16, 3 * staging // nbytes), room)
+        pages, window = pool_of(
+            nbytes,
+            layout.num_pages,
+            staging=staging,
+            batch=bench.batch,
+            sequence_pages=-(-last_context(args) // bench.page_tokens),
+            num_pages=bench.num_pages,
+        )
         if window < 2:
             raise SystemExit(
                 f"loads: {bench.num_pages} pages do not hold the batch and adapters of rank {rank}"
             )
-        pages = 1 + taken + 2 * window * layout.num_pages
-        engine = bench.engine(
-            pages, adapter_prefetch=window, prefetch_watermark=1.0, adapter_staging_bytes=staging
-        )
+        engine = bench.engine(pages, **loading(window, staging))
         held = (pages - 1 - bench.batch * -(-args.context // bench.page_tokens)) // layout.num_pages
         names = register_adapters(engine, prepared, held + 2 * window)
         alone, _ = decode_steps(engine, args, lambda: None)
@@ -86,6 +89,23 @@ def run(bench: Workbench, args: argparse.Namespace) -> None:
             "waiting": window,
         }
         bench.report("load_bandwidth", case, round(rate), "bytes/s", **extra)
+
+
+def pool_of(
+    nbytes: int, adapter_pages: int, *, staging: int, batch: int, sequence_pages: int, num_pages: int
+) -> tuple[int, int]:
+    """Pages of a pool, of `num_pages` at most, and how many adapters of so many bytes and pages to ask for at
+    a time: as many as staging holds three times over, and two such windows have room beside the batch.
+    """
+    taken = batch * (sequence_pages + 2)
+    room = (num_pages - 1 - taken) // (2 * adapter_pages)
+    window = min(256, max(16, 3 * staging // nbytes), room)
+    return 1 + taken + 2 * window * adapter_pages, window
+
+
+def loading(window: int, staging: int) -> dict[str, Any]:
+    """Fields of an EngineConfig that loads so many adapters ahead."""
+    return {"adapter_prefetch": window, "prefetch_watermark": 1.0, "adapter_staging_bytes": staging}
 
 
 def last_context(args: argparse.Namespace) -> int:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -25,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slora_jax.lora import cuda_dma
+from slora_jax.memory.page_pool import runs
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,8 @@ class AdapterTransfer:
             dma, source = self._dma[shard.device], sources[shard.device]
             page_bytes = shard.data.shape[2] * pool.dtype.itemsize
             first, target = cuda_dma.address(source), cuda_dma.address(shard.data)
-            for start, page, length in _runs(pages):
+            start = 0
+            for page, length in runs(pages):
                 dma.copy(
                     first + start * page_bytes,
                     target + page * page_bytes,
@@ -278,6 +279,7 @@ class AdapterTransfer:
                     source_rows=len(pages),
                     target_rows=n_pages,
                 )
+                start += length
             events.append(dma.event())
         return DirectCopy(host, tuple(events))
 
@@ -306,10 +308,3 @@ class AdapterTransfer:
             )
             .compile()
         )
-
-
-def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Of pages that follow each other: where in the list they start, the first one, and their number."""
-    for _, run in itertools.groupby(enumerate(pages), lambda place: place[1] - place[0]):
-        places = list(run)
-        yield places[0][0], places[0][1], len(places)

@@ -51,11 +51,12 @@ def constrained(
     for adapter in engine._adapters.resident:
         engine._adapters._evict(adapter)
     engine.reset_prefix_cache()
-    random.Random(seed).shuffle(pool._free)
-    hostages = pool.allocate(pool.num_free - free_pages, "kv")
+    hostages = pool.allocate(pool.num_free, "kv")
+    assert hostages is not None
+    random.Random(seed).shuffle(hostages)
+    pool.release([hostages.pop() for _ in range(free_pages)])
     limits = scheduler._limits
     scheduler._limits = dataclasses.replace(limits, max_chunk_tokens=chunk or limits.max_chunk_tokens)
-    assert hostages is not None
     try:
         yield
     finally:
